@@ -1,0 +1,160 @@
+"""Checks of single values. Each says in words what is allowed, so an error reads `X is not <these words>`."""
+
+import re
+import shlex
+from pathlib import Path
+from urllib.parse import SplitResult, urlsplit
+
+from pydantic import BeforeValidator, ValidationInfo
+from pydantic_core import PydanticCustomError
+
+#: Names that mean the GGUF of an installed package; anything else is a path.
+BUNDLED_MODELS = ("smollm2-135m",)
+
+NAME = r"[a-z0-9][a-z0-9_-]*"
+NAME_WORDS = "a name of lower-case letters, digits, _ and -, starting with a letter or digit"
+
+
+def refuse(allowed: str) -> PydanticCustomError:
+    """The value is not `allowed`."""
+    return PydanticCustomError("not_allowed", "{allowed}", {"allowed": allowed})
+
+
+def whole(low: int, high: int) -> BeforeValidator:
+    """An integer in a range. `true`, `8.0` and `"8"` are none."""
+
+    def check(value: object) -> object:
+        if type(value) is not int or not low <= value <= high:
+            raise refuse(f"a whole number from {low} to {high}")
+        return value
+
+    return BeforeValidator(check)
+
+
+def number(low: float, high: float) -> BeforeValidator:
+    """A finite number in a range, with or without a fraction."""
+
+    def check(value: object) -> object:
+        if type(value) not in (int, float) or not low <= value <= high:  # type: ignore[operator]
+            raise refuse(f"a number from {low:g} to {high:g}")
+        return value
+
+    return BeforeValidator(check)
+
+
+def text(allowed: str, pattern: str = r"(?s:.+)") -> BeforeValidator:
+    """Text that matches a pattern in full. A bare `1234` in YAML is a number: the error says to quote it."""
+
+    def check(value: object) -> object:
+        if isinstance(value, bool | int | float):
+            raise refuse(f"{allowed} (put it in quotes to make it text)")
+        if not isinstance(value, str) or not re.fullmatch(pattern, value):
+            raise refuse(allowed)
+        return value
+
+    return BeforeValidator(check)
+
+
+def one_of(*words: str) -> BeforeValidator:
+    """One of a few words."""
+
+    def check(value: object) -> object:
+        if not isinstance(value, str) or value not in words:
+            raise refuse(f"one of {', '.join(words)}" if len(words) > 1 else words[0])
+        return value
+
+    return BeforeValidator(check)
+
+
+def _switch(value: object) -> object:
+    words = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}
+    found = value if isinstance(value, bool) else words.get(value.lower()) if isinstance(value, str) else None
+    if found is None:
+        raise refuse("true or false")
+    return found
+
+
+def _words(value: object) -> tuple[str, ...]:
+    allowed = "a command line: text, or a list of texts, with the program first"
+    try:
+        words = shlex.split(value) if isinstance(value, str) else value
+    except ValueError:
+        raise refuse(f"{allowed} (a quote in it is not closed)") from None
+    if not isinstance(words, list | tuple) or not words:
+        raise refuse(allowed)
+    if not all(isinstance(word, str) and word and "\0" not in word for word in words):
+        raise refuse(allowed)
+    return tuple(words)
+
+
+def _split_url(value: object, schemes: tuple[str, ...], allowed: str) -> SplitResult:
+    if not isinstance(value, str) or not re.fullmatch(r"[!-~]+", value):
+        raise refuse(allowed)
+    try:
+        parts = urlsplit(value)
+        port = parts.port
+    except ValueError:
+        raise refuse(f"{allowed} (its host or port is malformed)") from None
+    if parts.scheme not in schemes or parts.fragment or port == 0:
+        raise refuse(allowed)
+    return parts
+
+
+def _redis_url(value: object) -> object:
+    if value == "embedded":
+        return value
+    allowed = "embedded, redis://host:port/db, rediss://host:port/db or unix:///path/to/socket"
+    parts = _split_url(value, ("redis", "rediss", "unix"), allowed)
+    if parts.scheme == "unix":
+        usable = not parts.hostname and len(parts.path) > 1
+    else:
+        usable = bool(parts.hostname) and re.fullmatch(r"(?:/\d{0,4})?", parts.path) is not None
+    if not usable:
+        raise refuse(allowed)
+    return value
+
+
+def _engine_url(value: object) -> object:
+    allowed = "an address such as http://127.0.0.1:8080"
+    parts = _split_url(value, ("http", "https"), allowed)
+    if not parts.hostname or parts.query:
+        raise refuse(allowed)
+    return str(value).rstrip("/")
+
+
+def _anchored(value: object, info: ValidationInfo) -> object:
+    if isinstance(value, Path):
+        return value
+    if not isinstance(value, str) or not value.strip() or "\0" in value:
+        raise refuse("a path")
+    return _beside_config(value, info)
+
+
+def _model(value: object, info: ValidationInfo) -> object:
+    allowed = f"{', '.join(BUNDLED_MODELS)} or the path of a .gguf file"
+    if not isinstance(value, str) or "\0" in value:
+        raise refuse(allowed)
+    if value in BUNDLED_MODELS:
+        return value
+    if not value.lower().endswith(".gguf"):
+        raise refuse(allowed)
+    return str(_beside_config(value, info))
+
+
+def _beside_config(value: str, info: ValidationInfo) -> Path:
+    """Relative paths start at the folder of the configuration file, whatever the working directory is."""
+    try:
+        path = Path(value).expanduser()
+    except RuntimeError:
+        raise refuse("a path (this ~ has no home folder)") from None
+    folder = info.context.get("folder") if isinstance(info.context, dict) else None
+    return folder / path if isinstance(folder, Path) else path
+
+
+switch = BeforeValidator(_switch)
+command_words = BeforeValidator(_words)
+redis_url = BeforeValidator(_redis_url)
+engine_url = BeforeValidator(_engine_url)
+anchored_path = BeforeValidator(_anchored)
+model_file = BeforeValidator(_model)
+empty_when_null = BeforeValidator(lambda value: {} if value is None else value)
