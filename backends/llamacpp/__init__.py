@@ -1,0 +1,5 @@
+"""The adapter for llama.cpp's server, and for engines that speak its HTTP interface."""
+
+from backends.llamacpp.adapter import LlamaCppBackend, LlamaCppOptions
+
+__all__ = ["LlamaCppBackend", "LlamaCppOptions"]

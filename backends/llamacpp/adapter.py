@@ -1,0 +1,251 @@
+"""llama.cpp's server as a :class:`~backends.protocol.Backend`.
+
+Connections are not kept: the server announces keep-alive but closes after every SSE reply, and a
+reuse within two milliseconds fails without an answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+import aiohttp
+import anyio
+import httpx
+import orjson
+from httpx_aiohttp import AiohttpTransport
+
+from backends.llamacpp.chat import ChatGeneration
+from backends.llamacpp.tokens import TokenGeneration
+from backends.llamacpp.wire import error_of, unavailable
+from backends.protocol import (
+    Backend,
+    EngineInfo,
+    EngineSlot,
+    EngineUnavailable,
+    Generation,
+    KvLayout,
+    ReplySoFar,
+)
+
+CONNECT_S = 5.0
+ASK_S = 60.0
+HEALTH_S = 20.0
+UNKNOWN_BATCH_PIECE = 512
+SERVER_BATCH = 2048
+
+_REASONING_MARKS = ("<think", "reasoning_content", "<|channel|>", "enable_thinking", "[THINK]")
+_CHAT_PARSER_FIELDS = (
+    "tools",
+    "functions",
+    "json_schema",
+    "grammar",
+    "logprobs",
+    "top_logprobs",
+    "reasoning_format",
+    "chat_template_kwargs",
+    "continue_final_message",
+    "add_generation_prompt",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaCppOptions:
+    """What the engine does not tell about itself; None where the user does not know either.
+
+    `kv_layout` None is taken as split, the server's default when the number of slots is given.
+    `batch_tokens` is the server's ``-b``. `piece_tokens`: send prompts in pieces of that many tokens,
+    0 never; None: in pieces of 512 unless `batch_tokens` is at most that.
+    """
+
+    kv_layout: KvLayout | None = None
+    batch_tokens: int | None = None
+    piece_tokens: int | None = None
+    kv_bytes_per_token: int | None = None
+    model: str | None = None
+
+
+class LlamaCppBackend(Backend):
+    """One llama.cpp server."""
+
+    def __init__(self, url: str, options: LlamaCppOptions | None = None) -> None:
+        """`url` is the server's base address."""
+        self._options = options or LlamaCppOptions()
+        self._client = httpx.AsyncClient(
+            base_url=url,
+            transport=AiohttpTransport(client=_session),
+            timeout=httpx.Timeout(ASK_S, connect=CONNECT_S),
+            trust_env=False,
+        )
+        self._info: EngineInfo | None = None
+        self.native_park = False
+        self.piece_tokens = self._piece_tokens()
+        self.batch_tokens = self._options.batch_tokens or SERVER_BATCH
+
+    def _piece_tokens(self) -> int:
+        options = self._options
+        if options.piece_tokens is not None:
+            return options.piece_tokens
+        bounded = options.batch_tokens is not None and options.batch_tokens <= UNKNOWN_BATCH_PIECE
+        return 0 if bounded else UNKNOWN_BATCH_PIECE
+
+    async def describe(self) -> EngineInfo:
+        props = await self._ask("GET", "/props")
+        slots = await self._ask("GET", "/slots")
+        if not isinstance(props, dict) or not isinstance(slots, list) or not slots:
+            raise EngineUnavailable("the engine lists no slots; start it with --slots")
+        context = int(slots[0].get("n_ctx") or props["default_generation_settings"]["n_ctx"])
+        layout = self._options.kv_layout or KvLayout.SPLIT
+        alias = str(props.get("model_alias") or props.get("model_path") or "model")
+        template = str(props.get("chat_template") or "")
+        self.native_park = "is_preempted" in slots[0]
+        self._info = EngineInfo(
+            model=self._options.model or PurePath(alias).stem,
+            engine_slots=len(slots),
+            slot_context=context,
+            kv_layout=layout,
+            kv_budget_tokens=context if layout is KvLayout.UNIFIED else context * len(slots),
+            kv_bytes_per_token=self._options.kv_bytes_per_token,
+            batch_tokens=self._options.batch_tokens,
+            native_park=self.native_park,
+            save_restore=bool(props.get("slot_save_path")),
+            reasoning_template=any(mark in template for mark in _REASONING_MARKS),
+        )
+        return self._info
+
+    async def healthy(self) -> bool:
+        try:
+            response = await self._client.get("/health", timeout=HEALTH_S)
+        except (httpx.HTTPError, OSError):
+            return False
+        return response.status_code == 200
+
+    async def slots(self) -> list[EngineSlot]:
+        return [
+            EngineSlot(
+                id=int(slot["id"]),
+                processing=bool(slot["is_processing"]),
+                parked=bool(slot.get("is_preempted")),
+                context=int(slot.get("n_ctx", 0)),
+            )
+            for slot in await self._ask("GET", "/slots")
+        ]
+
+    async def erase(self, slot: int) -> None:
+        await self._ask("POST", f"/slots/{slot}?action=erase", {})
+
+    async def count_tokens(self, api: str, body: dict[str, Any]) -> int:
+        if api == "chat":
+            return len(await self.tokenize(await self.render(body)))
+        prompt = body.get("prompt", "")
+        if isinstance(prompt, list) and all(isinstance(item, int) for item in prompt):
+            return len(prompt)
+        return len(await self.tokenize(prompt[0] if isinstance(prompt, list) else prompt))
+
+    def generation(
+        self, api: str, body: dict[str, Any], max_tokens: int, so_far: ReplySoFar | None = None
+    ) -> Generation:
+        if api == "chat" and self._needs_chat_parser(body):
+            return ChatGeneration(self, body, max_tokens, so_far)
+        return TokenGeneration(self, api, body, max_tokens, so_far)
+
+    def _needs_chat_parser(self, body: dict[str, Any]) -> bool:
+        """Whether the reply must be read by the server's own chat parser.
+
+        Else the turn runs on token ids, which makes a resume exact.
+        """
+        if self._info is None or self._info.reasoning_template:
+            return True
+        if any(body.get(field) not in (None, False, [], {}) for field in _CHAT_PARSER_FIELDS):
+            return True
+        kind = (body.get("response_format") or {"type": "text"}).get("type", "text")
+        return kind != "text" or not all(
+            isinstance(message, dict) and isinstance(message.get("content"), str) and set(message) <= _PLAIN
+            for message in body["messages"]
+        )
+
+    async def aclose(self) -> None:
+        await self._client.aclose()
+
+    # For the generations ---------------------------------------------------------------------------
+
+    async def render(self, body: dict[str, Any]) -> str:
+        """The prompt text of a chat request, by the server's template."""
+        reply = await self._ask("POST", "/apply-template", body)
+        return str(reply["prompt"])
+
+    async def tokenize(self, text: str, *, special: bool = True) -> list[int]:
+        """Token ids of a prompt; `special`: with a leading BOS and parsed control tokens."""
+        body = {"content": text, "add_special": special, "parse_special": special}
+        reply = await self._ask("POST", "/tokenize", body)
+        return [int(token) for token in reply["tokens"]]
+
+    async def open_stream(self, path: str, body: dict[str, Any]) -> httpx.Response:
+        """Start a streaming request; returns once the engine sent its headers.
+
+        Raises EngineRefused, EngineUnavailable. Nothing bounds the wait: a prefill may take minutes.
+        """
+        request = self._client.build_request(
+            "POST",
+            path,
+            content=orjson.dumps(body),
+            headers={"Content-Type": "application/json"},
+            timeout=httpx.Timeout(None, connect=CONNECT_S),
+        )
+        try:
+            response = await self._client.send(request, stream=True)
+            if response.status_code != 200:
+                failure = error_of(response.status_code, await response.aread())
+                await response.aclose()
+                raise failure
+        except (httpx.HTTPError, OSError) as error:
+            raise unavailable(error) from None
+        return response
+
+    async def wait_idle(self, slot: int, bound_s: float) -> bool:
+        """Wait until the engine says that the slot does not decode; False past the bound."""
+        with anyio.CancelScope(shield=True), anyio.move_on_after(bound_s):
+            pause = 0.0
+            while True:
+                with contextlib.suppress(EngineUnavailable):
+                    state = (await self.slots())[slot]
+                    if not state.processing and not state.parked:
+                        return True
+                await anyio.sleep(pause)
+                pause = min(pause + 0.005, 0.1)
+        return False
+
+    async def park(self, slot: int) -> bool:
+        """Park a processing slot natively; False when the engine did not."""
+        with contextlib.suppress(EngineUnavailable, Exception):
+            reply = await self._ask("POST", f"/slots/{slot}?action=park", {})
+            return bool(reply.get("is_preempted", True))
+        return False
+
+    async def unpark(self, slot: int) -> None:
+        """Let a parked slot go on."""
+        await self._ask("POST", f"/slots/{slot}?action=unpark", {})
+
+    async def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        content = None if body is None else orjson.dumps(body)
+        headers = {"Content-Type": "application/json"} if content else None
+        try:
+            response = await self._client.request(method, path, content=content, headers=headers)
+        except (httpx.HTTPError, OSError) as error:
+            raise unavailable(error) from None
+        if response.status_code != 200:
+            raise error_of(response.status_code, response.content)
+        try:
+            return orjson.loads(response.content)
+        except orjson.JSONDecodeError:
+            raise EngineUnavailable("the engine's answer is not JSON") from None
+
+
+_PLAIN = {"role", "content", "name"}
+
+
+def _session() -> aiohttp.ClientSession:
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    return aiohttp.ClientSession(connector=connector, auto_decompress=False)

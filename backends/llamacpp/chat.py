@@ -1,0 +1,120 @@
+"""Turns over the server's chat endpoint: tools, JSON schema, reasoning, images.
+
+Only the server's own chat parser reads such replies, so a segment is resumed by text: the same
+messages and an assistant message with what was forwarded, to be continued. The prefix in the slot is
+found as far as the text tokenises to the same ids; what was evaluated again is counted.
+
+A tool call's text never reaches the deltas raw, so it cannot be handed back: from the first piece of a
+call on, deltas are held until the reply is complete, and a cut goes back to the text before the call.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from backends.llamacpp.segment import LlamaGeneration
+from backends.protocol import Finished, ReplySoFar, Sink
+
+if TYPE_CHECKING:
+    from backends.llamacpp.adapter import LlamaCppBackend
+
+_DROPPED = frozenset(
+    {"model", "stream", "stream_options", "max_tokens", "max_completion_tokens", "n_predict"}
+)
+
+
+class ChatGeneration(LlamaGeneration):
+    """A turn over `/v1/chat/completions`."""
+
+    def __init__(
+        self, backend: LlamaCppBackend, body: dict[str, Any], max_tokens: int, so_far: ReplySoFar | None
+    ) -> None:
+        super().__init__(backend)
+        self._body = {key: value for key, value in body.items() if key not in _DROPPED}
+        self._max_tokens = max_tokens
+        self._reasoning = ""
+        self._content = ""
+        self._held: list[dict[str, Any]] = []
+        self._segment_start = 0
+        self._predicted = 0
+        self._finish: str | None = None
+        if so_far is not None:
+            self.n_done = so_far.n_tokens
+            for part in so_far.parts:
+                self._reasoning += part.get("reasoning_content") or ""
+                self._content += part.get("content") or ""
+
+    def _messages_so_far(self) -> dict[str, Any]:
+        """The request's messages with the reply so far, to be continued."""
+        if not self._content and not self._reasoning:
+            return self._body
+        said: dict[str, Any] = {"role": "assistant", "content": self._content}
+        if self._reasoning:
+            said["reasoning_content"] = self._reasoning
+        return {
+            **self._body,
+            "messages": [*self._body["messages"], said],
+            "continue_final_message": "content" if self._content else "reasoning_content",
+            "add_generation_prompt": False,
+        }
+
+    async def _request(self, slot: int) -> tuple[str, dict[str, Any]] | Finished:
+        left = self._max_tokens - self.n_done
+        if left <= 0:
+            return Finished("length", self.n_done, self.kv_tokens)
+        self._segment_start = self._predicted = self.n_done
+        self._held = []
+        self._finish = None
+        return "/v1/chat/completions", {
+            **self._messages_so_far(),
+            "max_tokens": left,
+            "id_slot": slot,
+            "cache_prompt": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "return_progress": True,
+            "timings_per_token": True,
+        }
+
+    async def _prompt_to_prefill(self, at_least: int) -> list[int]:
+        prompt = await self._backend.render(self._messages_so_far())
+        return await self._backend.tokenize(prompt) if len(prompt.encode()) >= at_least else []
+
+    def _read(self, event: dict[str, Any], sink: Sink) -> Finished | None:
+        predicted = (event.get("timings") or {}).get("predicted_n")
+        if predicted is not None:
+            self._predicted = self._segment_start + int(predicted)
+            self.kv_tokens = self.prompt_tokens + self._predicted
+        for choice in event.get("choices") or []:
+            part = {key: value for key, value in (choice.get("delta") or {}).items() if value}
+            part.pop("role", None)
+            if choice.get("logprobs"):
+                part["_logprobs"] = choice["logprobs"]
+            if part:
+                self._take(part, sink)
+            if choice.get("finish_reason"):
+                self._finish = choice["finish_reason"]
+        if self._finish is None or not event.get("usage"):
+            return None
+        self._predicted = self._segment_start + int(event["usage"].get("completion_tokens", 0))
+        self._forward_held(sink)
+        self.n_done = self._predicted
+        return Finished(self._finish, self._predicted, max(0, self.prompt_tokens + self._predicted - 1))
+
+    def _take(self, part: dict[str, Any], sink: Sink) -> None:
+        if self._held or "tool_calls" in part:
+            self._held.append(part)
+            return
+        self._reasoning += part.get("reasoning_content") or ""
+        self._content += part.get("content") or ""
+        sink.delta(part, self._predicted - self.n_done, [])
+        self.n_done = self._predicted
+
+    def _forward_held(self, sink: Sink) -> None:
+        for index, part in enumerate(self._held):
+            sink.delta(part, self._predicted - self.n_done if index == 0 else 0, [])
+            self.n_done = self._predicted
+        self._held = []
+
+    def _roll_back(self) -> None:
+        self._held = []

@@ -1,0 +1,163 @@
+"""Turns on token ids: plain chat and completions, where a resume is exact.
+
+The engine is given token ids and asked for those it makes, so the next segment's prompt is the very
+sequence that is in the slot. Two gaps have to be closed:
+
+- A token whose bytes leave a character incomplete is not sent; its id is missing before the next
+  chunk, which `tokens_predicted` shows. That chunk's text is tokenised again when it is needed.
+- A token whose text may be the start of a stop string comes with empty text. It is forwarded only
+  once the text is; at a cut it is forgotten, and generated again.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from backends.llamacpp.segment import LlamaGeneration
+from backends.protocol import Finished, ReplySoFar, Sink
+
+if TYPE_CHECKING:
+    from backends.llamacpp.adapter import LlamaCppBackend
+
+_SERVICE_OWNED = frozenset(
+    {
+        "messages",
+        "prompt",
+        "model",
+        "stream",
+        "stream_options",
+        "max_tokens",
+        "max_completion_tokens",
+        "n_predict",
+        "n",
+        "id_slot",
+        "cache_prompt",
+        "return_tokens",
+        "return_progress",
+        "tools",
+        "tool_choice",
+        "parallel_tool_calls",
+        "response_format",
+        "logprobs",
+        "top_logprobs",
+    }
+)
+_FINAL_FIELDS = ["content", "tokens", "stop", "stop_type", "tokens_predicted", "tokens_evaluated", "timings"]
+
+
+class TokenGeneration(LlamaGeneration):
+    """A turn over `/completion` with token ids."""
+
+    def __init__(
+        self,
+        backend: LlamaCppBackend,
+        api: str,
+        body: dict[str, Any],
+        max_tokens: int,
+        so_far: ReplySoFar | None,
+    ) -> None:
+        super().__init__(backend)
+        self._api = api
+        self._body = body
+        self._max_tokens = max_tokens
+        self._prompt: str | list[int] | None = None
+        self._part = "content" if api == "chat" else "text"
+        self._sent: list[int | str] = []
+        self._held: list[int] = []
+        self._held_from = 0
+        self._segment_start = 0
+        self._params = {key: value for key, value in body.items() if key not in _SERVICE_OWNED}
+        if isinstance(self._params.get("stop"), str):
+            self._params["stop"] = [self._params["stop"]]
+        elif self._params.get("stop", ...) is None:
+            del self._params["stop"]
+        if so_far is not None:
+            self.n_done = so_far.n_tokens
+            if so_far.tokens is not None:
+                self._sent = list(so_far.tokens)
+            else:
+                self._sent = ["".join(str(part.get(self._part, "")) for part in so_far.parts)]
+
+    async def _request(self, slot: int) -> tuple[str, dict[str, Any]] | Finished:
+        left = self._max_tokens - self.n_done
+        if left <= 0:
+            return Finished("length", self.n_done, self.kv_tokens)
+        self._segment_start = self._held_from = self.n_done
+        self._held = []
+        return "/completion", {
+            **self._params,
+            "prompt": await self._whole_prompt(),
+            "n_predict": left,
+            "id_slot": slot,
+            "cache_prompt": True,
+            "stream": True,
+            "return_tokens": True,
+            "return_progress": True,
+            "response_fields": _FINAL_FIELDS,
+        }
+
+    async def _whole_prompt(self) -> str | list[int]:
+        if self._prompt is None:
+            self._prompt = await self._render()
+        if not self._sent:
+            return self._prompt
+        return await self._prompt_ids() + await self._sent_ids()
+
+    async def _render(self) -> str | list[int]:
+        if self._api == "chat":
+            return await self._backend.render(self._body)
+        prompt = self._body["prompt"]
+        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
+            return prompt[0]
+        return prompt  # type: ignore[no-any-return]
+
+    async def _prompt_ids(self) -> list[int]:
+        if self._prompt is None:
+            self._prompt = await self._render()
+        if isinstance(self._prompt, str):
+            self._prompt = await self._backend.tokenize(self._prompt)
+        return self._prompt
+
+    async def _sent_ids(self) -> list[int]:
+        """Ids of what was forwarded; text whose ids were not told is tokenised once."""
+        if any(isinstance(item, str) for item in self._sent):
+            ids: list[int | str] = []
+            for item in self._sent:
+                ids += await self._backend.tokenize(item, special=False) if isinstance(item, str) else [item]
+            self._sent = ids
+        return [item for item in self._sent if isinstance(item, int)]
+
+    async def _prompt_to_prefill(self, at_least: int) -> list[int]:
+        if self._prompt is None:
+            self._prompt = await self._render()
+        if isinstance(self._prompt, str) and len(self._prompt.encode()) < at_least and not self._sent:
+            return []  # a byte-level tokeniser makes at most one token a byte
+        return await self._prompt_ids() + await self._sent_ids()
+
+    def _read(self, event: dict[str, Any], sink: Sink) -> Finished | None:
+        content = event.get("content", "")
+        predicted = self._segment_start + int(event.get("tokens_predicted", 0))
+        if "prompt_progress" not in event:
+            self._take(content, event.get("tokens") or [], predicted, sink)
+        if not event.get("stop"):
+            return None
+        reason = "length" if event.get("stop_type") == "limit" else "stop"
+        self.n_done = predicted
+        self.kv_tokens = self.prompt_tokens + predicted
+        return Finished(reason, predicted, max(0, self.kv_tokens - 1))
+
+    def _take(self, content: str, tokens: list[int], predicted: int, sink: Sink) -> None:
+        self._held += tokens
+        self.kv_tokens = self.prompt_tokens + predicted
+        if not content:
+            return
+        count = predicted - self._held_from
+        known = count == len(self._held)
+        self._sent += self._held if known else [content]
+        sink.delta({self._part: content}, count, self._held if known else [])
+        self.n_done = self._held_from = predicted
+        self._held = []
+
+    def _roll_back(self) -> None:
+        self._held = []
+        self.kv_tokens = self.prompt_tokens + self.n_done if self.n_done else self.kv_tokens

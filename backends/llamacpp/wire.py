@@ -1,0 +1,91 @@
+"""Bytes to events: server-sent events and error bodies of llama.cpp's server.
+
+What the engine sends is not trusted: a line may be cut anywhere, be no JSON, or be very long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import orjson
+
+from backends.protocol import BackendError, EngineRefused, EngineUnavailable
+
+MAX_EVENT_BYTES = 16 * 1024 * 1024
+DONE = "[DONE]"
+
+
+class SseParser:
+    """Splits a byte stream into events: a dict for each JSON payload, a str for comments and DONE.
+
+    Comments come as ``": text"``. Raises EngineUnavailable on a payload that is not JSON, or too long.
+    """
+
+    __slots__ = ("_rest",)
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> Iterator[dict[str, Any] | str]:
+        """Take the next bytes; yield the events that are now complete."""
+        lines = (self._rest + data).split(b"\n") if self._rest else data.split(b"\n")
+        self._rest = lines.pop()
+        if len(self._rest) > MAX_EVENT_BYTES:
+            raise EngineUnavailable("the engine sent an event that never ends")
+        for line in lines:
+            line = line.rstrip(b"\r")
+            if not line:
+                continue
+            if line.startswith(b"data:"):
+                yield _payload(line[5:].strip())
+            elif line.startswith(b":"):
+                yield ": " + line[1:].strip().decode("utf-8", "replace")
+            elif line.startswith(b"error:"):
+                event = _payload(line[6:].strip())
+                yield {"error": event} if isinstance(event, dict) and "error" not in event else event
+
+
+def _payload(raw: bytes) -> dict[str, Any] | str:
+    if raw == b"[DONE]":
+        return DONE
+    try:
+        event = orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        raise EngineUnavailable("the engine sent an event that is not JSON") from None
+    if not isinstance(event, dict):
+        raise EngineUnavailable("the engine sent an event that is not a JSON object")
+    return event
+
+
+def error_of(status: int, body: bytes) -> BackendError:
+    """The error that an HTTP error reply, or an error event, stands for.
+
+    A 4xx is the request's fault, except 401, 403, 404, 408 and 429, which no other request would
+    change: those and everything else are the engine's.
+    """
+    message, kind, code = f"the engine answered HTTP {status}", "", None
+    try:
+        parsed = orjson.loads(body)
+        error = parsed.get("error", parsed) if isinstance(parsed, dict) else None
+        if isinstance(error, dict):
+            message = " ".join(str(error.get("message") or message).split())[:500]
+            kind = str(error.get("type") or "")
+            code = error.get("code")
+    except orjson.JSONDecodeError:
+        pass
+    if status == 200 and isinstance(code, int):
+        status = code
+    if 400 <= status < 500 and status not in (401, 403, 404, 408, 429):
+        return EngineRefused(status, message, kind or "invalid_request_error")
+    return EngineUnavailable(message)
+
+
+def unavailable(error: Exception) -> EngineUnavailable:
+    """A transport error, named without host or path."""
+    if isinstance(error, httpx.TimeoutException) and not isinstance(error, httpx.ConnectTimeout):
+        return EngineUnavailable("the engine did not answer in time")
+    if isinstance(error, httpx.ConnectError):
+        return EngineUnavailable("the engine cannot be reached")
+    return EngineUnavailable("the engine broke the connection off")

@@ -1,0 +1,6 @@
+"""The engine that the service owns: started, watched, restarted and stopped by it."""
+
+from backends.managed.engine import ManagedEngine, ManagedEngineError
+from backends.managed.settings import EngineSettings, KvLayout
+
+__all__ = ["EngineSettings", "KvLayout", "ManagedEngine", "ManagedEngineError"]

@@ -1,0 +1,1 @@
+"""Benches: each prints one table and writes one JSON; none asserts an absolute time."""

@@ -1,0 +1,103 @@
+"""One turn in a dispatcher's hands: its generation, its output log, what its segments cost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+import orjson
+
+from backends.protocol import Generation, ReplySoFar
+from orchestrator.broker import DELTA, END, ERROR, TurnRecord, delta_entry, status_entry
+
+
+@dataclass(slots=True)
+class TurnRun:
+    """A claimed turn until its end. It is the sink its generation writes to.
+
+    `entries` is the whole output log as this process knows it, of which the first `flushed` are in
+    Redis. Times are monotonic seconds.
+    """
+
+    record: TurnRecord
+    channel: str
+    on_output: Callable[[TurnRun], None]
+    on_started: Callable[[TurnRun, int, int], None]
+    on_step: Callable[[float], None]
+    generation: Generation | None = None
+    entries: list[bytes] = field(default_factory=list)
+    flushed: int = 0
+    settled: anyio.Event = field(default_factory=anyio.Event)
+    books: anyio.Lock = field(default_factory=anyio.Lock)
+    scope: anyio.CancelScope | None = None
+    running: bool = False
+    slot: int = -1
+    segments: int = 0
+    commanded_at: float = 0.0
+    preempted_by: str | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    n_tokens: int = 0
+    preemptions: int = 0
+    reevaluated: int = 0
+    resume_s: float = 0.0
+    failures: int = 0
+    last_delta: float = 0.0
+
+    @property
+    def id(self) -> str:
+        return self.record.request.id
+
+    def started(self, prompt_tokens: int, cached_tokens: int) -> None:
+        """The engine picked the segment up."""
+        self.last_delta = 0.0
+        self.on_started(self, prompt_tokens, cached_tokens)
+
+    def delta(self, part: dict[str, Any], n_tokens: int, tokens: list[int]) -> None:
+        """A piece of the reply."""
+        now = time.monotonic()
+        if n_tokens == 1 and self.last_delta:
+            self.on_step(now - self.last_delta)
+        self.last_delta = now
+        self.n_tokens += n_tokens
+        self.put(delta_entry(part, n_tokens, tokens))
+
+    def status(self, status: str, **details: Any) -> None:
+        """Tell the gateway what happens to the turn."""
+        self.put(status_entry(status, **details))
+
+    def put(self, entry: bytes) -> None:
+        """Append one entry to the output log."""
+        self.entries.append(entry)
+        self.on_output(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What an output log tells about a turn that somebody else ran: its reply so far, or its end."""
+
+    so_far: ReplySoFar
+    ended: list[Any] | None
+
+
+def replay(log: list[bytes]) -> Replay:
+    """Read an output log back."""
+    parts: list[dict[str, Any]] = []
+    tokens: list[int] = []
+    n_tokens = 0
+    known = True
+    ended = None
+    for line in log:
+        entry = orjson.loads(line)
+        if entry[0] == DELTA:
+            _, part, count, ids = entry
+            parts.append(part)
+            tokens += ids
+            n_tokens += count
+            known = known and len(ids) == count
+        elif entry[0] in (END, ERROR):
+            ended = entry
+    return Replay(ReplySoFar(parts, tokens if known else None, n_tokens), ended)

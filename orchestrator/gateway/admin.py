@@ -1,0 +1,115 @@
+"""``/healthz`` and ``/swarm/state``: what the dispatchers published, put together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import anyio
+import orjson
+from redis.exceptions import RedisError
+from starlette.types import Receive, Scope
+
+from orchestrator.config import Backend
+from orchestrator.gateway.endpoint import Handler
+from orchestrator.gateway.errors import ApiError
+from orchestrator.gateway.generate import Gateway
+from orchestrator.gateway.reply import Reply
+
+HEALTH_BOUND_S = 2.0
+COUNTERS = (
+    *("preemptions", "resumes", "tokens_reevaluated"),
+    *("turns_done", "turns_failed", "turns_cancelled"),
+)
+
+
+def models(gateway: Gateway) -> Handler:
+    """``GET /v1/models``: open to whoever sends no key, closed to a wrong one."""
+
+    async def handle(scope: Scope, receive: Receive, reply: Reply) -> None:
+        gateway.identities.agent_of_key(dict(scope["headers"]))
+        await reply.json(orjson.dumps(gateway.models.listing()))
+
+    return handle
+
+
+def healthz(gateway: Gateway) -> Handler:
+    """``GET /healthz``: 200 when a turn would be served now."""
+
+    async def handle(scope: Scope, receive: Receive, reply: Reply) -> None:
+        reason = "Redis does not answer"
+        try:
+            with anyio.fail_after(HEALTH_BOUND_S):
+                if await _any_healthy(gateway):
+                    await reply.json(b'{"status":"ok"}')
+                    return
+            reason = "no backend is healthy"
+        except (RedisError, OSError, TimeoutError):
+            pass
+        await reply.json(orjson.dumps({"status": "unavailable", "reason": reason}), 503)
+
+    return handle
+
+
+async def _any_healthy(gateway: Gateway) -> bool:
+    for backend in gateway.config.backends:
+        state = await gateway.broker.backend_state(backend.pool, backend.name)
+        if state is not None and state.get("healthy"):
+            return True
+    return False
+
+
+def swarm_state(gateway: Gateway) -> Handler:
+    """``GET /swarm/state``: backends and their slots, the queues, paused turns and counters."""
+
+    async def handle(scope: Scope, receive: Receive, reply: Reply) -> None:
+        await reply.json(orjson.dumps(await assemble_state(gateway)))
+
+    return handle
+
+
+async def assemble_state(gateway: Gateway) -> dict[str, Any]:
+    """The state as one document. Parts may be some milliseconds apart."""
+    backends: list[dict[str, Any]] = []
+    paused: list[dict[str, Any]] = []
+    for backend in gateway.config.backends:
+        state = await gateway.broker.backend_state(backend.pool, backend.name) or {}
+        paused += state.pop("paused", [])
+        backends.append({**_unknown(backend), **state, "pool": backend.pool})
+    priorities = gateway.config.priorities
+    by_class: Counter[str] = Counter(dict.fromkeys(priorities, 0))
+    counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
+    waiting = 0
+    for pool in gateway.models.pools:
+        depth = await gateway.broker.queue_depth(pool, priorities)
+        # Two classes of the same priority share one stretch of the queue: count it once.
+        waiting += sum({priorities[name]: count for name, count in depth.items()}.values())
+        by_class.update(depth)
+        counters.update(await gateway.broker.counters(pool))
+    return {
+        "backends": backends,
+        "queue": {"waiting": waiting, "by_class": dict(by_class)},
+        "paused": paused,
+        "counters": dict(counters),
+    }
+
+
+def _unknown(backend: Backend) -> dict[str, Any]:
+    """A backend of which nobody has published anything lately."""
+    return {
+        "name": backend.name,
+        "kind": backend.kind,
+        "healthy": False,
+        "decode_slots": backend.decode_slots or 0,
+        "engine_slots": backend.managed.engine_slots if backend.managed is not None else 0,
+        "kv": {"budget_bytes": 0, "used_bytes": 0, "bytes_per_token": backend.kv_bytes_per_token},
+        "slots": [],
+        "step_s": None,
+    }
+
+
+def not_found(path: str, method: str, status: int) -> ApiError:
+    """No such endpoint (404) or no such method of it (405)."""
+    if status == 405:
+        return ApiError(405, f"{method} is not allowed here", code="method_not_allowed")
+    return ApiError(status, "there is no such endpoint", code="not_found")

@@ -1,0 +1,71 @@
+"""The frame around every endpoint: whatever happens inside, the client gets a reply in OpenAI's shape."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+import anyio
+import structlog
+from redis.exceptions import RedisError
+from starlette.types import Receive, Scope, Send
+
+from orchestrator.gateway.errors import ApiError, ClientGone, internal, unavailable
+from orchestrator.gateway.reply import Reply
+
+# A client that does not read must not hold up the service's end.
+FAREWELL_BOUND_S = 0.5
+
+Handler = Callable[[Scope, Receive, Reply], Awaitable[None]]
+
+_log = structlog.get_logger(__name__)
+
+
+class Endpoint:
+    """An ASGI application that answers with a handler; a class, so that Starlette adds nothing to it."""
+
+    def __init__(self, handler: Handler) -> None:
+        self._handler = handler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        reply = Reply(send)
+        try:
+            try:
+                await self._handler(scope, receive, reply)
+            except ClientGone:
+                raise
+            except ApiError as error:
+                await reply.fail(error)
+            except RedisError as error:
+                _log.warning("the broker failed", path=scope["path"], error=str(error))
+                await reply.fail(unavailable("the broker does not answer", "broker_unavailable"))
+            except Exception:
+                _log.exception("request failed", path=scope["path"])
+                await reply.fail(internal())
+        except ClientGone:
+            return
+        except anyio.get_cancelled_exc_class():
+            with anyio.move_on_after(FAREWELL_BOUND_S, shield=True), suppress(ClientGone):
+                await reply.fail(unavailable("the service is stopping", "stopping"))
+            raise
+
+
+async def until_disconnect(receive: Receive, work: Callable[[], Awaitable[None]]) -> None:
+    """Do the work until it is done or the client is gone; the body must have been read."""
+    failure: Exception | None = None
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(_cancel_on_disconnect, receive, tasks.cancel_scope)
+        try:
+            await work()
+        except Exception as error:
+            failure = error
+        tasks.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
+
+
+async def _cancel_on_disconnect(receive: Receive, scope: anyio.CancelScope) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    scope.cancel()

@@ -1,0 +1,69 @@
+"""Errors as OpenAI's clients expect them: a status and ``{"error": {message, type, param, code}}``."""
+
+from __future__ import annotations
+
+import orjson
+
+QUOTED_CHARS = 80
+
+
+class ClientGone(Exception):
+    """The client closed its connection; there is nobody to answer."""
+
+
+class ApiError(Exception):
+    """The request ends with this status and error body. The message is one line, without internals."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        kind: str = "invalid_request_error",
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: tuple[tuple[bytes, bytes], ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.headers = headers
+
+    def body(self) -> bytes:
+        """The error body as JSON."""
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return orjson.dumps({"error": error})
+
+
+def bad_value(param: str, message: str) -> ApiError:
+    """A field of the body has a value that is not allowed."""
+    return ApiError(400, f"{param} {message}", param=param, code="invalid_value")
+
+
+def unavailable(message: str, code: str) -> ApiError:
+    """The service cannot do it now; the same request may succeed soon."""
+    return ApiError(503, message, "server_error", code=code, headers=((b"retry-after", b"1"),))
+
+
+def internal() -> ApiError:
+    """A bug. What happened is in the log only."""
+    return ApiError(500, "internal error; the service's log has the details", "server_error", code="internal")
+
+
+def from_entry(status: int, detail: dict[str, str | None]) -> ApiError:
+    """The error that a turn's output log ends with."""
+    return ApiError(
+        status if 400 <= status <= 599 else 500,
+        detail.get("message") or "the turn failed",
+        detail.get("type") or "server_error",
+        param=detail.get("param"),
+        code=detail.get("code"),
+    )
+
+
+def quoted(text: str) -> str:
+    """A client's text inside a message, shortened."""
+    return repr(text if len(text) <= QUOTED_CHARS else text[:QUOTED_CHARS] + "...")

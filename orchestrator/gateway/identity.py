@@ -1,0 +1,103 @@
+"""Whose request it is, and at which priority.
+
+1. A key (bearer token or ``x-api-key``) that belongs to an agent decides. Every key of the config is
+   compared, in constant time, whichever matches.
+2. A key that belongs to nobody is refused when any agent has a key. When none has one it is ignored:
+   clients that need no key still send a dummy.
+3. Else ``X-Swarm-Agent`` names an agent that has no key. One that has must present it.
+4. Else the config's ``default_agent``; naming one there lets anybody be it, also when it has a key.
+
+``X-Swarm-Priority`` lowers the priority; a higher class than the agent's own means the agent's own.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from orchestrator.config import Config
+from orchestrator.gateway.errors import ApiError, quoted
+
+Headers = Mapping[bytes, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The agent and what its turn may claim."""
+
+    agent: str
+    priority: int
+    priority_class: str
+    max_turn_tokens: int
+
+
+class Identities:
+    """The agents of the config."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._keys = [
+            (agent.key.encode(), name) for name, agent in config.agents.items() if agent.key is not None
+        ]
+
+    def agent_of_key(self, headers: Headers) -> str | None:
+        """The agent whose key was sent, None without one that counts. Raises ApiError (401)."""
+        sent = [key for key in (_bearer(headers), headers.get(b"x-api-key", b"").strip()) if key]
+        if not sent or not self._keys:
+            return None
+        for key in sent:
+            found = None
+            for known, name in self._keys:
+                if hmac.compare_digest(known, key):
+                    found = name
+            if found is not None:
+                return found
+        raise ApiError(401, "this key belongs to no agent", code="invalid_api_key")
+
+    def identify(self, headers: Headers) -> Caller:
+        """Who is asking. Raises ApiError (401, or 400 for an unknown priority class)."""
+        name = self.agent_of_key(headers) or self._named(headers) or self._config.default_agent
+        if name is None:
+            raise ApiError(
+                401,
+                "say which agent this is: with its key (Authorization: Bearer KEY), or X-Swarm-Agent: NAME",
+                code="agent_required",
+            )
+        agent = self._config.agents[name]
+        priority, own_class = self._config.agent_priority(name), agent.priority
+        wanted = headers.get(b"x-swarm-priority", b"").decode("latin-1").strip()
+        if not wanted:
+            return Caller(name, priority, own_class, agent.max_turn_tokens)
+        asked = self._config.priorities.get(wanted)
+        if asked is None:
+            known = ", ".join(self._config.priorities)
+            message = f"X-Swarm-Priority {quoted(wanted)} is not one of {known}"
+            raise ApiError(400, message, param="X-Swarm-Priority", code="unknown_priority")
+        if asked >= priority:
+            return Caller(name, priority, own_class, agent.max_turn_tokens)
+        return Caller(name, asked, wanted, agent.max_turn_tokens)
+
+    def _named(self, headers: Headers) -> str | None:
+        name = headers.get(b"x-swarm-agent", b"").decode("latin-1").strip()
+        if not name:
+            return None
+        agent = self._config.agents.get(name)
+        if agent is None:
+            raise ApiError(
+                401, f"no agent {quoted(name)} is configured", param="X-Swarm-Agent", code="unknown_agent"
+            )
+        if agent.key is not None:
+            raise ApiError(
+                401,
+                f"agent {quoted(name)} has a key and must send it (Authorization: Bearer KEY)",
+                param="X-Swarm-Agent",
+                code="invalid_api_key",
+            )
+        return name
+
+
+def _bearer(headers: Headers) -> bytes:
+    """The credential of the Authorization header; another scheme's counts as a key nobody has."""
+    scheme, _, credential = headers.get(b"authorization", b"").strip().partition(b" ")
+    return credential.strip() if scheme.lower() == b"bearer" else scheme

@@ -1,0 +1,567 @@
+"""One mutator: :meth:`Scheduler.handle`.
+
+Theory of operation
+-------------------
+A turn's phase, seen from one backend::
+
+    WAITING -> CLAIMING -> READY -> PLACED -> RUNNING -> (gone)
+                             ^                  |
+                             +---- PAUSING <----+
+                   HELD <-> READY
+
+WAITING turns stand in the pool's queue and belong to nobody. READY turns belong to this backend and
+want a decode slot: just claimed, or paused. A PLACED turn has its decode slot and waits for an engine
+slot: for one step at most, while its victim's stream closes, and not at all when there is a spare.
+
+After every event:
+
+1. PLACED turns get an engine slot, the most important first, as soon as one is free and, under unified
+   KV, their reservation fits; what is in the way is given up in the order of `slots.py`.
+2. Candidates are the oldest turns of each class, best first: by effective priority (aged), then
+   arrival. One that cannot take a place is passed over; when it is memory that it lacks, only for
+   candidates of higher base priority, so that small turns never starve a large one.
+3. A place is a free decode slot that no outranking claim in flight will need, else that of a turn of
+   strictly lower base priority: one PLACED (it steps back) or one RUNNING (it is paused). Under
+   unified KV more than one may have to yield for the memory.
+4. A victim is paused in the same step in which the newcomer is placed, never before: nothing is
+   evicted for a turn that was not admitted.
+5. A WAITING candidate is claimed when it could be placed now, with the claims in flight served first.
+6. Age gives order, no rights: an aged turn preempts nothing and any newcomer above its base priority
+   may preempt it. Only a turn that was passed over for it does not take the place straight back.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from orchestrator.scheduler.commands import (
+    Abort,
+    Claim,
+    Command,
+    Discard,
+    Erase,
+    MarkDropped,
+    Pause,
+    Resume,
+    Start,
+)
+from orchestrator.scheduler.events import (
+    CancelRequested,
+    Claimed,
+    ClaimLost,
+    Ended,
+    EngineLost,
+    EngineReady,
+    Erased,
+    Event,
+    HoldRequested,
+    Paused,
+    Progressed,
+    Recovered,
+    ReleaseRequested,
+    Started,
+    Tick,
+    TurnQueued,
+    Withdrawn,
+)
+from orchestrator.scheduler.policy import Policy
+from orchestrator.scheduler.queue import ClassQueue
+from orchestrator.scheduler.slots import Slot, SlotState, SlotTable, SlotView
+from orchestrator.scheduler.turn import ON_ENGINE, WANTS_PLACE, Phase, Turn, TurnView, by_priority, by_rank
+from orchestrator.turns import IllegalTransition, Tier
+
+JOURNAL_LENGTH = 512
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerView:
+    """The scheduler's state as it stood when asked; `owned` leaves out turns that only wait."""
+
+    slots: tuple[SlotView, ...]
+    owned: tuple[TurnView, ...]
+    waiting: int
+    decoding: int
+    kv_tokens_charged: int
+
+
+class Scheduler:
+    """Decides for one backend which turns run, yield, resume and give up KV."""
+
+    def __init__(self, policy: Policy) -> None:
+        """The engine counts as lost until the first EngineReady."""
+        self.policy = policy
+        self._slots = SlotTable(policy.engine_slots, policy.kv_budget_tokens)
+        self._turns: dict[str, Turn] = {}
+        self._owned: dict[str, Turn] = {}
+        self._queue = ClassQueue(self._wants_place)
+        self._decoding: dict[str, Turn] = {}
+        self._placed: dict[str, Turn] = {}
+        self._pausing: dict[str, Turn] = {}
+        self._claiming: dict[str, Turn] = {}
+        self._grown: dict[str, tuple[float, Progressed]] = {}
+        self._step = 0
+        self._ready = False
+        self.journal: deque[tuple[float, Event, tuple[Command, ...]]] = deque(maxlen=JOURNAL_LENGTH)
+
+    def handle(self, event: Event, now: float) -> list[Command]:
+        """Take one event at time `now` (seconds, any monotonic origin) and say what is to be done.
+
+        Raises IllegalTransition, with the turn's recent story, when the event cannot follow what
+        went before; the state is then unchanged.
+        """
+        commands: list[Command] = []
+        self._step += 1
+        match event:
+            case Progressed(turn_id, kv_tokens):
+                turn_or_none = self._turns.get(turn_id)
+                if turn_or_none is not None and turn_or_none.phase in ON_ENGINE:
+                    turn_or_none.kv_tokens = self._seat(turn_or_none).kv_tokens = kv_tokens
+                    self._grown[turn_id] = (now, event)
+                return commands
+            case TurnQueued():
+                self._queued(event, now)
+            case Claimed(turn_id):
+                turn = self._expect(event, turn_id, Phase.CLAIMING)
+                del self._claiming[turn_id]
+                self._make_ready(turn, commands)
+            case ClaimLost(turn_id):
+                self._expect(event, turn_id, Phase.CLAIMING)
+                del self._claiming[turn_id]
+                self._forget(turn_id)
+            case Withdrawn(turn_id):
+                turn_or_none = self._turns.get(turn_id)
+                if turn_or_none is not None and turn_or_none.phase is Phase.WAITING:
+                    del self._turns[turn_id]
+            case Recovered():
+                self._recovered(event, now)
+            case Started(turn_id, kv_tokens):
+                turn = self._expect(event, turn_id, *ON_ENGINE)
+                slot = self._seat(turn)
+                turn.kv_tokens = slot.kv_tokens = kv_tokens
+                slot.reserved = turn.reserve
+                self._grown.pop(turn_id, None)
+            case Paused(turn_id, kv_tokens, resident):
+                turn = self._expect(event, turn_id, *ON_ENGINE)
+                self._paused(turn, kv_tokens, resident, commands, now)
+            case Ended(turn_id, kv_tokens, resident):
+                turn = self._expect(event, turn_id, *ON_ENGINE)
+                self._leave(turn, SlotState.IDLE, kv_tokens if resident else 0)
+                self._forget(turn_id)
+            case Erased(slot_id):
+                self._erased(event, slot_id)
+            case CancelRequested(turn_id):
+                self._cancel(turn_id, commands)
+            case HoldRequested(turn_id):
+                self._hold(turn_id, commands)
+            case ReleaseRequested(turn_id):
+                self._release(turn_id)
+            case EngineLost():
+                self._engine_lost(commands)
+            case EngineReady():
+                self._ready = True
+            case Tick():
+                pass
+        if self._ready:
+            if self._placed:
+                self._seat_placed(commands, now)
+            self._place(commands, now)
+        self.journal.append((now, event, tuple(commands)))
+        return commands
+
+    def view(self) -> SchedulerView:
+        """A frozen picture for `/swarm/state` and tests."""
+        owned = tuple(
+            TurnView(
+                turn.id,
+                turn.agent,
+                turn.priority,
+                turn.phase.value,
+                turn.slot.id if turn.slot else None,
+                turn.kv_tokens,
+                self._tier(turn),
+                turn.preemptions,
+            )
+            for turn in self._owned.values()
+        )
+        return SchedulerView(
+            slots=self._slots.view(),
+            owned=owned,
+            waiting=len(self._turns) - len(owned),
+            decoding=len(self._decoding),
+            kv_tokens_charged=self._slots.charged(),
+        )
+
+    def story(self, turn_id: str) -> list[str]:
+        """The journal's lines about one turn, oldest first."""
+        return [
+            f"{now:.3f} {event} -> {', '.join(map(str, commands)) or 'nothing'}"
+            for now, event, commands in self.journal
+            if getattr(event, "turn", None) == turn_id
+            or any(getattr(command, "turn", None) == turn_id for command in commands)
+        ]
+
+    # Events ----------------------------------------------------------------------------------------
+
+    def _queued(self, event: TurnQueued, now: float) -> None:
+        if event.turn not in self._turns:
+            self._enlist(event, now, Phase.WAITING)
+
+    def _recovered(self, event: Recovered, now: float) -> None:
+        if event.turn in self._turns:
+            self._expect(event, event.turn, Phase.WAITING)
+        turn = self._enlist(event, now, Phase.READY)
+        turn.ran = True
+        self._owned[turn.id] = turn
+
+    def _enlist(self, event: TurnQueued | Recovered, now: float, phase: Phase) -> Turn:
+        turn = Turn(event.turn, event.agent, event.priority, event.seq, event.kv_tokens, now, phase)
+        turn.rank = turn.priority
+        turn.since = self._step
+        self._turns[turn.id] = turn
+        self._line_up(turn)
+        return turn
+
+    def _line_up(self, turn: Turn) -> None:
+        # A turn larger than the whole KV pool would block its class here for ever; another backend may
+        # have the room for it.
+        if self._slots.budget is None or turn.reserve <= self._slots.budget:
+            self._queue.add(turn.id, turn.priority, turn.seq)
+
+    def _paused(
+        self, turn: Turn, kv_tokens: int, resident: bool, commands: list[Command], now: float
+    ) -> None:
+        turn.kv_tokens = kv_tokens
+        turn.stopping = False
+        turn.since = self._step
+        turn.queued_at += now - turn.started_at  # time run is not time waited
+        self._leave(turn, SlotState.PAUSED, kv_tokens if resident else 0)
+        if resident and turn.slot is None and not turn.cancelled:
+            commands.append(MarkDropped(turn.id))
+        self._make_ready(turn, commands)
+
+    def _erased(self, event: Erased, slot_id: int) -> None:
+        if not 0 <= slot_id < len(self._slots.slots):
+            raise self._illegal(f"{event}: the engine has no such slot", "")
+        slot = self._slots.slots[slot_id]
+        if slot.state is SlotState.ERASING:
+            slot.clear()
+
+    def _cancel(self, turn_id: str, commands: list[Command]) -> None:
+        turn = self._turns.get(turn_id)
+        if turn is None or turn.cancelled:
+            return
+        turn.cancelled = True
+        match turn.phase:
+            case Phase.RUNNING:
+                if not turn.stopping:
+                    turn.stopping = True
+                    commands.append(Abort(turn.id))
+            case Phase.READY | Phase.HELD | Phase.PLACED:
+                self._discard(turn, commands)
+            case Phase.WAITING:
+                del self._turns[turn_id]
+            case Phase.CLAIMING | Phase.PAUSING:
+                pass
+
+    def _hold(self, turn_id: str, commands: list[Command]) -> None:
+        turn = self._turns.get(turn_id)
+        if turn is None or turn.cancelled or turn.phase is Phase.WAITING:
+            return
+        turn.hold = True
+        if turn.phase is Phase.RUNNING and not turn.stopping:
+            self._pause(turn, None, commands)
+        elif turn.phase in (Phase.READY, Phase.PLACED):
+            self._unplace(turn)
+            self._enter(turn, Phase.HELD)
+
+    def _release(self, turn_id: str) -> None:
+        turn = self._turns.get(turn_id)
+        if turn is None:
+            return
+        turn.hold = False
+        if turn.phase is Phase.HELD:
+            turn.since = self._step
+            self._enter(turn, Phase.READY)
+
+    def _engine_lost(self, commands: list[Command]) -> None:
+        self._ready = False
+        for slot in self._slots.slots:
+            if slot.state is SlotState.BUSY:
+                continue
+            if slot.state is SlotState.PAUSED and slot.turn is not None:
+                self._turns[slot.turn].slot = None
+                commands.append(MarkDropped(slot.turn))
+            slot.clear()
+        for turn in list(self._placed.values()):
+            self._step_back(turn)
+
+    # Placing ---------------------------------------------------------------------------------------
+
+    def _place(self, commands: list[Command], now: float) -> None:
+        while self._place_one(commands, now):
+            pass
+
+    def _place_one(self, commands: list[Command], now: float) -> bool:
+        """Claim or place the best candidate that can be; False when there is none."""
+        free = self.policy.decode_slots - len(self._decoding)
+        blocked: int | None = None
+        for turn in self._candidates(now):
+            if blocked is not None and turn.priority <= blocked:
+                continue
+            ahead = self._ahead_of(turn) if self._claiming else ()
+            short = len(ahead) + 1 - free
+            below = self._below(turn) if short > 0 or self._slots.budget is not None else []
+            if short > len(below):
+                continue
+            if turn.phase is Phase.WAITING:
+                if self._has_room(turn, below, ahead):
+                    self._claim(turn, commands)
+                    return True
+            else:
+                yielding = self._who_yields(turn, int(short > 0), below, ahead, now)
+                if yielding is not None:
+                    self._admit(turn, yielding, commands, now)
+                    return True
+            blocked = turn.priority
+        return False
+
+    def _candidates(self, now: float) -> list[Turn]:
+        found = []
+        for priority, turn_id in self._queue.heads():
+            turn = self._turns[turn_id]
+            turn.rank = self.policy.effective_priority(priority, now - turn.queued_at)
+            found.append(turn)
+        if len(found) > 1:
+            found.sort(key=by_rank)
+        return found
+
+    def _ahead_of(self, turn: Turn) -> list[Turn]:
+        """Claims in flight that are to be served before `turn`."""
+        waiting = turn.phase is Phase.WAITING
+        return [
+            other
+            for other in self._claiming.values()
+            if (other.rank > turn.rank or (other.rank == turn.rank and (waiting or other.seq < turn.seq)))
+            and not other.cancelled
+            and not other.hold
+        ]
+
+    def _claim(self, turn: Turn, commands: list[Command]) -> None:
+        turn.phase = Phase.CLAIMING
+        self._owned[turn.id] = self._claiming[turn.id] = turn
+        commands.append(Claim(turn.id))
+
+    def _admit(self, turn: Turn, yielding: list[Turn], commands: list[Command], now: float) -> None:
+        for other in yielding:
+            if other.phase is Phase.RUNNING:
+                self._pause(other, turn.id, commands)
+            else:
+                self._step_back(other)
+        self._enter(turn, Phase.PLACED)
+        turn.placed_in = self._step
+        self._decoding[turn.id] = turn
+        self._placed[turn.id] = turn
+        self._seat_placed(commands, now)
+
+    def _seat_placed(self, commands: list[Command], now: float) -> None:
+        for turn in sorted(self._placed.values(), key=by_priority):
+            slot = turn.slot or self._slots.candidate(turn.agent, turn.priority)
+            if slot is None:
+                continue
+            erase = self._slots.victims_for_room(turn.reserve, turn.priority, slot)
+            if erase is None:
+                continue
+            if erase:
+                for victim_slot in erase:
+                    self._give_up(victim_slot, commands)
+                    victim_slot.state = SlotState.ERASING
+                    commands.append(Erase(victim_slot.id))
+                continue
+            self._run(turn, slot, commands, now)
+
+    def _run(self, turn: Turn, slot: Slot, commands: list[Command], now: float) -> None:
+        resident = turn.slot is slot
+        if not resident:
+            self._give_up(slot, commands)
+        kv_tokens = turn.kv_tokens if resident else 0
+        self._slots.occupy(slot, turn=turn.id, agent=turn.agent, priority=turn.priority, reserve=turn.reserve)
+        slot.kv_tokens = kv_tokens
+        turn.slot = slot
+        turn.phase = Phase.RUNNING
+        turn.started_at = now
+        del self._placed[turn.id]
+        if turn.ran:
+            commands.append(Resume(turn.id, slot.id, resident))
+        else:
+            turn.ran = True
+            commands.append(Start(turn.id, slot.id))
+
+    def _give_up(self, slot: Slot, commands: list[Command]) -> None:
+        """Take a slot's KV away from whoever left it there."""
+        if slot.state is SlotState.PAUSED and slot.turn is not None:
+            self._turns[slot.turn].slot = None
+            commands.append(MarkDropped(slot.turn))
+            slot.turn = None
+
+    def _has_room(self, turn: Turn, yielding: list[Turn], ahead: Sequence[Turn]) -> bool:
+        """Whether the engine can hold the turn once `yielding` have left and all that may go is gone.
+
+        What it may not take is the paused KV of turns of higher base priority; those stand before it,
+        unless it is aged.
+        """
+        slots = self._slots
+        priority = turn.priority
+        leaving = [other for other in self._pausing.values() if other.guard() <= priority]
+        if turn.slot is None:
+            kept = len(self._pausing) - len(leaving) + slots.kept_from(priority)
+            if kept and len(self._decoding) - len(yielding) + 1 + len(ahead) + kept > len(slots.slots):
+                return False
+        if slots.budget is None:
+            return True
+        leaving += [other for other in yielding if other.phase is Phase.RUNNING]
+        coming = [other for other in self._placed.values() if other not in yielding]
+        return (
+            slots.held_from(priority)
+            - sum(other.slot.reserved for other in leaving if other.slot is not None)
+            + sum(other.reserve for other in coming)
+            + sum(other.reserve for other in ahead)
+            + turn.reserve
+            <= slots.budget
+        )
+
+    # Victims ---------------------------------------------------------------------------------------
+
+    def _below(self, turn: Turn) -> list[Turn]:
+        """Who would have to yield to `turn`, in no order."""
+        priority = turn.priority
+        preemption = self.policy.preemption
+        return [
+            other
+            for other in self._decoding.values()
+            if other.priority < priority
+            and not other.stopping
+            and (preemption or other.phase is Phase.PLACED)
+            and (other.rank < priority or turn.since > other.placed_in)
+        ]
+
+    def _who_yields(
+        self, turn: Turn, count: int, below: list[Turn], ahead: Sequence[Turn], now: float
+    ) -> list[Turn] | None:
+        """The fewest of `below`, at least `count`, that make room for the turn; None when all do not."""
+        if not count and self._has_room(turn, [], ahead):
+            return []
+        if not self._has_room(turn, below, ahead):
+            return None
+        below = self._by_loss(below, now)
+        chosen = below[:count]
+        while not self._has_room(turn, chosen, ahead):
+            chosen.append(below[len(chosen)])
+        for other in chosen[-2::-1]:
+            rest = [one for one in chosen if one is not other]
+            if len(rest) >= count and self._has_room(turn, rest, ahead):
+                chosen = rest
+        return chosen
+
+    def _by_loss(self, turns: list[Turn], now: float) -> list[Turn]:
+        """In the order of `policy.py`, rules 2 to 5; a PLACED turn loses nothing."""
+        self.journal.extend((at, event, ()) for at, event in self._grown.values())
+        self._grown.clear()
+        policy = self.policy
+
+        def loss(turn: Turn) -> tuple[int, bool, bool, bool, int, float, str]:
+            if turn.phase is Phase.PLACED:
+                return turn.priority, False, False, False, 0, -turn.seq, turn.id
+            return (
+                turn.priority,
+                True,
+                turn.preemptions >= policy.max_preemptions,
+                now - turn.started_at < policy.min_run_s,
+                turn.kv_tokens,
+                -turn.started_at,
+                turn.id,
+            )
+
+        return sorted(turns, key=loss)
+
+    def _pause(self, turn: Turn, by: str | None, commands: list[Command]) -> None:
+        turn.phase = Phase.PAUSING
+        turn.stopping = True
+        turn.preemptions += 1
+        self._decoding.pop(turn.id, None)
+        self._pausing[turn.id] = turn
+        commands.append(Pause(turn.id, by))
+
+    # Bookkeeping -----------------------------------------------------------------------------------
+
+    def _make_ready(self, turn: Turn, commands: list[Command]) -> None:
+        if turn.cancelled:
+            self._discard(turn, commands)
+        else:
+            self._enter(turn, Phase.HELD if turn.hold else Phase.READY)
+
+    def _enter(self, turn: Turn, phase: Phase) -> None:
+        """Go to a phase in which the turn is not on the engine, and guard the KV it left there."""
+        turn.phase = phase
+        if turn.slot is not None:
+            turn.slot.guard = turn.guard()
+        if phase is Phase.READY:
+            self._line_up(turn)
+
+    def _step_back(self, turn: Turn) -> None:
+        self._unplace(turn)
+        self._enter(turn, Phase.READY)
+
+    def _discard(self, turn: Turn, commands: list[Command]) -> None:
+        self._unplace(turn)
+        if turn.slot is not None:
+            self._leave(turn, SlotState.IDLE, turn.slot.kv_tokens)
+        self._forget(turn.id)
+        commands.append(Discard(turn.id))
+
+    def _unplace(self, turn: Turn) -> None:
+        self._placed.pop(turn.id, None)
+        self._decoding.pop(turn.id, None)
+
+    def _leave(self, turn: Turn, state: SlotState, kv_tokens: int) -> None:
+        slot = self._seat(turn)
+        self._decoding.pop(turn.id, None)
+        self._pausing.pop(turn.id, None)
+        self._grown.pop(turn.id, None)
+        if self._ready:
+            self._slots.leave(slot, state=state, kv_tokens=kv_tokens)
+        else:
+            slot.clear()
+        turn.slot = slot if slot.state is SlotState.PAUSED else None
+
+    def _seat(self, turn: Turn) -> Slot:
+        if turn.slot is None:
+            raise self._illegal(f"turn {turn.id} has no engine slot in phase {turn.phase}", turn.id)
+        return turn.slot
+
+    def _tier(self, turn: Turn) -> Tier | None:
+        if not turn.ran or turn.phase in (Phase.RUNNING, Phase.PAUSING):
+            return None
+        return Tier.RESIDENT if turn.slot is not None else Tier.DROPPED
+
+    def _forget(self, turn_id: str) -> None:
+        del self._turns[turn_id]
+        self._owned.pop(turn_id, None)
+
+    def _wants_place(self, turn_id: str, priority: int, seq: int) -> bool:
+        turn = self._turns.get(turn_id)
+        return (
+            turn is not None and turn.phase in WANTS_PLACE and turn.seq == seq and turn.priority == priority
+        )
+
+    def _expect(self, event: Event, turn_id: str, *phases: Phase) -> Turn:
+        turn = self._turns.get(turn_id)
+        if turn is None or turn.phase not in phases:
+            phase = "unknown" if turn is None else turn.phase.value
+            allowed = " or ".join(phases)
+            raise self._illegal(f"{event} in phase {phase}; it may follow {allowed}", turn_id)
+        return turn
+
+    def _illegal(self, what: str, turn_id: str) -> IllegalTransition:
+        return IllegalTransition("\n  ".join([what, *self.story(turn_id)]))

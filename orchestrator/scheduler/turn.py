@@ -1,0 +1,80 @@
+"""A turn as one backend's scheduler knows it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from orchestrator.scheduler.slots import ANYBODY, NOBODY, Slot
+from orchestrator.turns import Tier
+
+
+class Phase(StrEnum):
+    """Where a turn stands on this backend."""
+
+    WAITING = "waiting"
+    CLAIMING = "claiming"
+    READY = "ready"
+    HELD = "held"
+    PLACED = "placed"
+    RUNNING = "running"
+    PAUSING = "pausing"
+
+
+WANTS_PLACE = frozenset({Phase.WAITING, Phase.READY})
+ON_ENGINE = (Phase.RUNNING, Phase.PAUSING)
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """A turn's books. `reserve` is its KV at most; `queued_at` is moved on by the time it has run."""
+
+    id: str
+    agent: str
+    priority: int
+    seq: int
+    reserve: int
+    queued_at: float
+    phase: Phase
+    slot: Slot | None = None
+    kv_tokens: int = 0
+    ran: bool = False
+    started_at: float = 0.0
+    preemptions: int = 0
+    cancelled: bool = False
+    hold: bool = False
+    stopping: bool = False
+    rank: int = 0
+    """Effective priority when it was last a candidate; kept while it is claimed, placed or running."""
+    since: int = 0
+    """The step in which it last began to want a place."""
+    placed_in: int = 0
+    """The step in which it last was given one."""
+
+    def guard(self) -> float:
+        """The least priority of those who may take its paused KV; see :class:`Slot`."""
+        if self.phase is Phase.PLACED:
+            return NOBODY
+        return ANYBODY if self.hold or self.cancelled else self.priority
+
+
+def by_rank(turn: Turn) -> tuple[int, int]:
+    return -turn.rank, turn.seq
+
+
+def by_priority(turn: Turn) -> int:
+    return -turn.priority
+
+
+@dataclass(frozen=True, slots=True)
+class TurnView:
+    """A turn as it stood when asked. `tier` is set for turns that ran and do not run now."""
+
+    id: str
+    agent: str
+    priority: int
+    phase: str
+    slot: int | None
+    kv_tokens: int
+    tier: Tier | None
+    preemptions: int

@@ -1,0 +1,195 @@
+"""The service: what `swarm up` runs. Wires broker, engines, dispatchers and gateway into one process."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import anyio
+import structlog
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from backends.llamacpp import LlamaCppBackend, LlamaCppOptions
+from backends.managed import EngineSettings, ManagedEngine, ManagedEngineError
+from backends.protocol import Backend, EngineInfo, EngineUnavailable, KvLayout
+from orchestrator.broker import Broker, OutputReader
+from orchestrator.broker.embedded import EmbeddedValkey, EmbeddedValkeyError
+from orchestrator.config import Backend as BackendConfig
+from orchestrator.config import Config
+from orchestrator.dispatcher import Dispatcher, DispatcherOptions
+from orchestrator.gateway.app import create_app
+from orchestrator.gateway.server import serve
+
+COMMAND_TIMEOUT_S = 5.0
+RESTART_PAUSE_S = 1.0
+
+_log = structlog.get_logger(__name__)
+
+
+class ServiceError(Exception):
+    """The service cannot start; the message is one line and says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Hosted:
+    """One configured backend and what runs it here."""
+
+    config: BackendConfig
+    backend: Backend
+    dispatcher: Dispatcher
+
+
+class PoolEngines:
+    """The gateway's view of the engines: sizes come from the first described backend of a pool."""
+
+    def __init__(self, hosted: list[_Hosted]) -> None:
+        self._hosted = hosted
+
+    def _of(self, pool: str) -> _Hosted | None:
+        described = (h for h in self._hosted if h.config.pool == pool and h.dispatcher.info is not None)
+        return next(described, None)
+
+    def info(self, pool: str) -> EngineInfo | None:
+        """What the pool's engine is; None before it was first reached."""
+        hosted = self._of(pool)
+        return hosted.dispatcher.info if hosted else None
+
+    async def count_tokens(self, pool: str, api: str, body: dict[str, Any]) -> int:
+        """A prompt's exact length. Raises EngineRefused, EngineUnavailable."""
+        hosted = self._of(pool)
+        if hosted is None:
+            raise EngineUnavailable("no engine is ready")
+        return await hosted.backend.count_tokens(api, body)
+
+
+@asynccontextmanager
+async def _redis(config: Config, tasks: anyio.abc.TaskGroup) -> AsyncIterator[tuple[Redis, Redis]]:
+    """A client for commands and one for reads that block."""
+    async with AsyncExitStack() as stack:
+        url = config.redis.url
+        if config.redis.embedded:
+            valkey = await stack.enter_async_context(EmbeddedValkey(config.redis.state_dir))
+            tasks.start_soon(_keep_valkey, valkey)
+            url = valkey.url
+        commands: Redis = Redis.from_url(url, socket_timeout=COMMAND_TIMEOUT_S)
+        blocking: Redis = Redis.from_url(url, socket_timeout=None)
+        stack.push_async_callback(commands.aclose)
+        stack.push_async_callback(blocking.aclose)
+        try:
+            await commands.ping()
+        except (RedisError, OSError) as error:
+            raise ServiceError(f"redis.url: the server does not answer: {error}") from None
+        yield commands, blocking
+
+
+async def _keep_valkey(valkey: EmbeddedValkey) -> None:
+    while True:
+        await valkey.wait()
+        _log.error("embedded Valkey ended; restarting it")
+        try:
+            await valkey.restart()
+        except EmbeddedValkeyError as error:
+            _log.error("embedded Valkey does not start", error=str(error))
+            await anyio.sleep(RESTART_PAUSE_S)
+
+
+async def _keep_engine(engine: ManagedEngine, name: str) -> None:
+    while True:
+        code = await engine.wait()
+        _log.error("engine ended; restarting it", backend=name, exit_code=code)
+        while True:
+            try:
+                await engine.restart()
+                break
+            except ManagedEngineError as error:
+                _log.error("engine does not start", backend=name, error=str(error))
+                await anyio.sleep(RESTART_PAUSE_S)
+
+
+async def _engine(config: BackendConfig, state_dir: Path, stack: AsyncExitStack) -> ManagedEngine | None:
+    managed = config.managed
+    if managed is None:
+        return None
+    settings = EngineSettings(
+        model=managed.model,
+        decode_slots=managed.decode_slots,
+        engine_slots=managed.engine_slots,
+        context=managed.context,
+        kv_layout=managed.kv_layout,
+        batch_tokens=managed.batch_tokens,
+        threads=managed.threads,
+        nice=managed.nice,
+        gpu_layers=managed.gpu_layers,
+        save_path=config.save_path,
+        command=managed.command,
+    )
+    return await stack.enter_async_context(ManagedEngine(settings, state_dir, name=config.name))
+
+
+def _options(config: BackendConfig) -> LlamaCppOptions:
+    return LlamaCppOptions(
+        kv_layout=KvLayout(config.kv_layout) if config.kv_layout else None,
+        batch_tokens=config.batch_tokens,
+        piece_tokens=config.piece_tokens or 0,
+        kv_bytes_per_token=config.kv_bytes_per_token,
+        model=config.model,
+    )
+
+
+def _dispatcher_options(config: Config, backend: BackendConfig) -> DispatcherOptions:
+    policy = config.policy
+    return DispatcherOptions(
+        pool=backend.pool,
+        name=backend.name,
+        kind=backend.kind,
+        decode_slots=backend.decode_slots,
+        preemption=policy.preemption,
+        min_run_s=policy.min_run_s,
+        max_preemptions=policy.max_preemptions,
+        aging_s=policy.aging_s,
+        priorities=tuple(sorted(config.priorities.values())),
+    )
+
+
+async def run_service(
+    config: Config, *, task_status: anyio.abc.TaskStatus[int] = anyio.TASK_STATUS_IGNORED
+) -> None:
+    """Serve until cancelled; reports the bound port once requests are answered.
+
+    Engines that are configured by URL may come later. Raises ServiceError, EmbeddedValkeyError,
+    ManagedEngineError when something that is ours to start cannot be started.
+    """
+    owner = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+    async with AsyncExitStack() as stack, anyio.create_task_group() as tasks:
+        commands, blocking = await stack.enter_async_context(_redis(config, tasks))
+        broker = Broker(commands, final_ttl_s=int(config.policy.turn_ttl_s))
+        hosted = []
+        for backend_config in config.backends:
+            engine = await _engine(backend_config, config.redis.state_dir, stack)
+            if engine is not None:
+                tasks.start_soon(_keep_engine, engine, backend_config.name)
+            url = engine.url if engine is not None else backend_config.url
+            assert url is not None
+            backend = LlamaCppBackend(url, _options(backend_config))
+            stack.push_async_callback(backend.aclose)
+            dispatcher = Dispatcher(
+                _dispatcher_options(config, backend_config), backend, broker, Broker(blocking), owner
+            )
+            tasks.start_soon(dispatcher.run)
+            hosted.append(_Hosted(backend_config, backend, dispatcher))
+        reader = OutputReader(broker, blocking, owner)
+        await tasks.start(reader.run)
+        app = create_app(config, broker, reader, owner, PoolEngines(hosted))
+        port = await tasks.start(serve, app, config.server.host, config.server.port)
+        task_status.started(port)
+        try:
+            await anyio.sleep_forever()
+        finally:
+            tasks.cancel_scope.cancel()
