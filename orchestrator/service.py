@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,7 @@ from orchestrator.gateway.server import serve
 
 COMMAND_TIMEOUT_S = 5.0
 RESTART_PAUSE_S = 1.0
+CLOSE_BOUND_S = 5.0
 
 _log = structlog.get_logger(__name__)
 
@@ -80,13 +81,19 @@ async def _redis(config: Config, tasks: anyio.abc.TaskGroup) -> AsyncIterator[tu
             url = valkey.url
         commands: Redis = Redis.from_url(url, socket_timeout=COMMAND_TIMEOUT_S)
         blocking: Redis = Redis.from_url(url, socket_timeout=None)
-        stack.push_async_callback(commands.aclose)
-        stack.push_async_callback(blocking.aclose)
+        stack.push_async_callback(_shielded, commands.aclose)
+        stack.push_async_callback(_shielded, blocking.aclose)
         try:
             await commands.ping()
         except (RedisError, OSError) as error:
             raise ServiceError(f"redis.url: the server does not answer: {error}") from None
         yield commands, blocking
+
+
+async def _shielded(close: Callable[[], Awaitable[None]]) -> None:
+    """Close even while being cancelled, within a bound."""
+    with anyio.move_on_after(CLOSE_BOUND_S, shield=True):
+        await close()
 
 
 async def _keep_valkey(valkey: EmbeddedValkey) -> None:
@@ -178,7 +185,7 @@ async def run_service(
             url = engine.url if engine is not None else backend_config.url
             assert url is not None
             backend = LlamaCppBackend(url, _options(backend_config))
-            stack.push_async_callback(backend.aclose)
+            stack.push_async_callback(_shielded, backend.aclose)
             dispatcher = Dispatcher(
                 _dispatcher_options(config, backend_config), backend, broker, Broker(blocking), owner
             )

@@ -21,6 +21,9 @@ from orchestrator.gateway.errors import ApiError, quoted
 
 Headers = Mapping[bytes, bytes]
 
+# The config allows printable keys only.
+NOBODYS_KEY = b"\0"
+
 
 @dataclass(frozen=True, slots=True)
 class Caller:
@@ -98,6 +101,9 @@ class Identities:
 
 
 def _bearer(headers: Headers) -> bytes:
-    """The credential of the Authorization header; another scheme's counts as a key nobody has."""
-    scheme, _, credential = headers.get(b"authorization", b"").strip().partition(b" ")
-    return credential.strip() if scheme.lower() == b"bearer" else scheme
+    """The credential of the Authorization header; one of another scheme is nobody's key."""
+    value = headers.get(b"authorization", b"").strip()
+    scheme, _, credential = value.partition(b" ")
+    if not value or scheme.lower() == b"bearer":
+        return credential.strip()
+    return NOBODYS_KEY

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 from collections.abc import Iterator
 
@@ -17,6 +18,8 @@ KEEP_ALIVE_S = 75
 GRACE_S = 2.0
 # Then they are told to stop, which includes cancelling their turns.
 STOP_BOUND_S = 7.0
+# A host name may have an address of a family that this machine does not have.
+NO_SUCH_FAMILY = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
 class _Requests:
@@ -124,17 +127,20 @@ async def _bind(host: str, port: int) -> list[socket.socket]:
     """Sockets for every address of the host, all on one port; 0 takes a free one."""
     found = await anyio.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     sockets: list[socket.socket] = []
-    failure: OSError | None = None
+    missing: OSError | None = None
     for family, address in dict.fromkeys((family, address[0]) for family, _, _, _, address in found):
         try:
             bound = socket.create_server((address, port), family=family, backlog=BACKLOG)
         except OSError as error:
-            # A host may have an address of a family that this machine does not have.
-            failure = failure or error
-            continue
+            if error.errno in NO_SUCH_FAMILY:
+                missing = error
+                continue
+            for other in sockets:
+                other.close()
+            raise
         bound.setblocking(False)
         sockets.append(bound)
         port = bound.getsockname()[1]
     if not sockets:
-        raise failure or OSError(f"{host} has no address")
+        raise missing or OSError(f"{host} has no address")
     return sockets
