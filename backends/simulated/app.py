@@ -169,16 +169,16 @@ class Endpoints:
     async def chat(self, request: Request) -> ASGIApp:
         body = parse_body(ChatBody, await request.body())
         prompt = encode(_render_chat(body))
-        already_sent = message_text(body.messages[-1]) if body.continue_final_message else ""
+        continued = body.messages[-1] if body.continue_final_message else {}
         user_text = last_user_text(body.messages)
         script = next((s for s in self._config.scripts if s.match in user_text), None)
         renderer = ChatRenderer(
             self._config.model_alias,
             self._reply_id("chatcmpl"),
             include_usage=body.include_usage,
-            echo=already_sent if body.echo else "",
+            echo=message_text(continued) if body.echo else "",
         )
-        player = None if script is None else ScriptPlayer(script, already_sent)
+        player = None if script is None else ScriptPlayer(script, continued)
         return self._generate(body, prompt, renderer, player)
 
     def _generate(
@@ -194,6 +194,7 @@ class Endpoints:
             cache_prompt=body.cache_prompt,
             stop=body.stops,
             return_progress=body.return_progress,
+            timings_per_token=body.timings_per_token,
             hang_after_tokens=fault.after_tokens if fault is not None and fault.kind == "hang" else None,
             ignore_disconnect=fault is not None and fault.kind == "ignore_disconnect",
         )
@@ -272,7 +273,7 @@ def _render_chat(body: ChatBody | TemplateBody) -> str:
         body.messages,
         tools=body.tools or (),
         add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=bool(body.continue_final_message),
+        continue_final_message=body.continue_final_message,
     )
 
 

@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from backends.simulated.events import ApiError
 
+ContinuedField = bool | Literal["content", "reasoning_content"]
 TokenLimit = Annotated[int, Field(ge=-1, lt=1 << 31)]
 
 
@@ -32,6 +33,7 @@ class SamplingBody(Body):
     stream_options: StreamOptions | None = None
     return_tokens: bool = False
     return_progress: bool = False
+    timings_per_token: bool = False
     stop: list[str] | str | None = None
     ignore_eos: bool = False
     temperature: float | None = None
@@ -65,7 +67,7 @@ class ChatBody(SamplingBody):
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
     add_generation_prompt: bool = True
-    continue_final_message: bool | Literal["content"] = False
+    continue_final_message: ContinuedField = False
     echo: bool = False
     """With a continued message: the deltas begin with the text that was handed in."""
 
@@ -74,7 +76,7 @@ class TemplateBody(Body):
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
     add_generation_prompt: bool = True
-    continue_final_message: bool | Literal["content"] = False
+    continue_final_message: ContinuedField = False
 
 
 class TokenizeBody(Body):

@@ -29,7 +29,8 @@ class TokenOut:
     n_decoded: int
     delta: Mapping[str, Any] | None = None
     """Set for a scripted reply: the chat delta that is due with this token."""
-    scripted: bool = False
+    timings: "Timings | None" = None
+    """Set if the request asked for timings with every token."""
 
 
 @dataclass(frozen=True, slots=True)

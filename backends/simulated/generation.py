@@ -22,6 +22,7 @@ class GenerationParams:
     cache_prompt: bool = True
     stop: tuple[str, ...] = ()
     return_progress: bool = False
+    timings_per_token: bool = False
     hang_after_tokens: int | None = None
     """A fault: no progress once that many tokens are out."""
     ignore_disconnect: bool = False
@@ -86,7 +87,7 @@ class Generation:
         else:
             content = self._text.push(b"" if is_eos else token_bytes(token), is_eos=is_eos)
             if content is not None:
-                self.outbox.put(TokenOut(content, token, self.n_decoded))
+                self._emit(content, token)
 
         stop_type: StopType
         if self._text.stopping_word is not None:
@@ -102,13 +103,12 @@ class Generation:
 
     def finish(self, stop_type: StopType, *, truncated: bool = False) -> None:
         """Emits the end of the reply."""
-        scripted = isinstance(self._sampler, ScriptPlayer)
         finish_reason = "length" if stop_type == "limit" else "stop"
-        if stop_type == "eos" and isinstance(self._sampler, ScriptPlayer):
-            finish_reason = self._sampler.finish_reason
         text = self._text.text
-        if scripted:
+        if isinstance(self._sampler, ScriptPlayer):
             text = "".join(delta.get("content") or "" for delta in self._deltas)
+            if stop_type == "eos":
+                finish_reason = self._sampler.finish_reason
         self.outbox.put(
             Finished(
                 id_slot=self.id_slot,
@@ -120,13 +120,7 @@ class Generation:
                 truncated=truncated,
                 finish_reason=finish_reason,
                 n_prompt=self.n_prompt,
-                timings=Timings(
-                    cache_n=self.cached,
-                    prompt_n=self.n_prompt - self.cached,
-                    prompt_s=self.prompt_s,
-                    predicted_n=self.n_decoded,
-                    predicted_s=self.predicted_s,
-                ),
+                timings=self._timings(),
             )
         )
 
@@ -139,4 +133,17 @@ class Generation:
         if delta is not None:
             self._deltas.append(delta)
         content = "" if delta is None else delta.get("content") or ""
-        self.outbox.put(TokenOut(content, token, self.n_decoded, delta, scripted=True))
+        self._emit(content, token, delta)
+
+    def _emit(self, content: str, token: int, delta: Mapping[str, Any] | None = None) -> None:
+        timings = self._timings() if self.params.timings_per_token else None
+        self.outbox.put(TokenOut(content, token, self.n_decoded, delta, timings))
+
+    def _timings(self) -> Timings:
+        return Timings(
+            cache_n=self.cached,
+            prompt_n=self.n_prompt - self.cached,
+            prompt_s=self.prompt_s,
+            predicted_n=self.n_decoded,
+            predicted_s=self.predicted_s,
+        )

@@ -144,9 +144,10 @@ class StepLoop:
 
     async def _run_action(self, action: SlotAction) -> None:
         """Runs the action and stalls every slot for as long as its copy takes."""
+        slot = self.slots[action.id_slot]
+        was_parked = slot.parked
         stall_s = self._actions.run(action)
-        if action.kind == "park" and action.succeeded:
-            self._count(parks=1)
+        self._count(parks=int(slot.parked and not was_parked))
         if stall_s:
             await self._pass_time(stall_s)
         action.done.set()

@@ -6,7 +6,7 @@ from typing import Any
 import orjson
 
 from backends.simulated.events import Finished, Progress, TokenOut
-from backends.simulated.wire import progress_json, timings_json
+from backends.simulated.wire import progress_json, timings_json, token_timings_json
 
 _FINGERPRINT = "b0-simulated"
 CREATED = 1_790_000_000
@@ -29,7 +29,7 @@ class TextCompletionRenderer:
 
     def chunks(self, event: Progress | TokenOut | Finished) -> list[bytes]:
         if isinstance(event, TokenOut):
-            return [orjson.dumps(self._choice(event.content, None))]
+            return [orjson.dumps(self._choice(event.content, None) | token_timings_json(event))]
         if isinstance(event, Progress):
             return [orjson.dumps(self._choice("", None) | {"prompt_progress": progress_json(event)})]
         return [orjson.dumps(self._choice("", _text_reason(event)) | _accounts(event))]
@@ -71,9 +71,9 @@ class ChatRenderer:
         if isinstance(event, Finished):
             chunks += self._closing(event)
         elif event.delta is not None:
-            chunks.append(self._chunk(event.delta))
+            chunks.append(self._chunk(event.delta) | token_timings_json(event))
         elif event.content:
-            chunks.append(self._chunk({"content": event.content}))
+            chunks.append(self._chunk({"content": event.content}) | token_timings_json(event))
         return [orjson.dumps(chunk) for chunk in chunks]
 
     def whole(self, finished: Finished) -> bytes:

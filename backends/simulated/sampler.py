@@ -121,14 +121,17 @@ class TextSampler:
 
 
 class ScriptPlayer:
-    """Plays a scripted reply: filler tokens worth each delta's text, the delta with the last of them."""
+    """Plays a scripted reply: filler tokens worth each delta's text, the delta with the last of them.
 
-    def __init__(self, reply: ScriptedReply, already_sent: str = "") -> None:
+    `already_sent` is the message to continue; the script goes on after its reasoning and content.
+    """
+
+    def __init__(self, reply: ScriptedReply, already_sent: Mapping[str, Any] | None = None) -> None:
         self.finish_reason = reply.finish_reason
         self.due_delta: Mapping[str, Any] | None = None
         """The delta that goes out with the token just returned by `next_token`, if any."""
         self._steps: deque[tuple[int, Mapping[str, Any] | None]] = deque()
-        for delta in _remaining_deltas(reply.deltas, already_sent):
+        for delta in _remaining_deltas(reply.deltas, already_sent or {}):
             tokens = encode(_delta_text(delta), parse_special=False) or [byte_token(0x20)]
             self._steps.extend((token, None) for token in tokens[:-1])
             self._steps.append((tokens[-1], delta))
@@ -188,21 +191,27 @@ def _unfinished_character(context: Sequence[int]) -> tuple[int, ...]:
     return ()
 
 
-def _remaining_deltas(deltas: Sequence[Mapping[str, Any]], already_sent: str) -> list[Mapping[str, Any]]:
-    """The script without the content the client already has; all of it if that content is another."""
-    script_text = "".join(delta.get("content") or "" for delta in deltas)
-    if not already_sent or not script_text.startswith(already_sent):
-        return list(deltas)
-    skip = len(already_sent)
+_TEXT_FIELDS = ("reasoning_content", "content")
+
+
+def _remaining_deltas(
+    deltas: Sequence[Mapping[str, Any]], already_sent: Mapping[str, Any]
+) -> list[Mapping[str, Any]]:
+    """The script after the text the client already has; all of it if that text is another."""
+    skip = {name: len(already_sent.get(name) or "") for name in _TEXT_FIELDS}
+    for name in _TEXT_FIELDS:
+        whole = "".join(delta.get(name) or "" for delta in deltas)
+        if not whole.startswith(already_sent.get(name) or ""):
+            return list(deltas)
     remaining: list[Mapping[str, Any]] = []
     for delta in deltas:
-        content = delta.get("content")
-        if isinstance(content, str) and content:
-            cut = min(skip, len(content))
-            skip -= cut
-            if cut < len(content):
-                remaining.append({**delta, "content": content[cut:]})
-        elif skip == 0:
+        field = next((name for name in _TEXT_FIELDS if delta.get(name)), None)
+        if field is not None and skip[field]:
+            cut = min(skip[field], len(delta[field]))
+            skip[field] -= cut
+            if cut < len(delta[field]):
+                remaining.append({**delta, field: delta[field][cut:]})
+        elif not any(skip.values()):
             remaining.append(delta)
     return remaining
 

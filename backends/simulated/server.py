@@ -30,7 +30,7 @@ async def serve_simulated(
     """
     if not isinstance(engine, SimulatedEngine):
         engine = SimulatedEngine(engine)
-    listener = socket.create_server((_HOST, port), backlog=2048)
+    listener = _listen(port)
     server = _Server(
         uvicorn.Config(
             engine.app,
@@ -66,6 +66,20 @@ def serve_simulated_in_thread(
         portal.wrap_async_context_manager(serve_simulated(engine, port=port)) as url,
     ):
         yield url
+
+
+def _listen(port: int) -> socket.socket:
+    """A listening socket. asyncio turns Nagle's algorithm off only for sockets that name their protocol;
+    otherwise every other chunk of a stream would wait up to 40 ms for the client's delayed ACK."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((_HOST, port))
+        listener.listen(2048)
+    except OSError:
+        listener.close()
+        raise
+    return listener
 
 
 class _AbortableProtocol(HttpToolsProtocol):

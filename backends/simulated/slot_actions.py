@@ -30,10 +30,6 @@ class SlotAction:
         """Sets what `answer` gives."""
         self._outcome = outcome
 
-    @property
-    def succeeded(self) -> bool:
-        return not isinstance(self._outcome, ApiError)
-
     def answer(self) -> dict[str, Any]:
         """The JSON answer. Raises ApiError if the action was refused."""
         if isinstance(self._outcome, ApiError):

@@ -1,7 +1,7 @@
 """The ChatML template: chat messages to prompt text."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import orjson
 
@@ -20,10 +20,11 @@ def apply_template(
     *,
     tools: Sequence[Mapping[str, Any]] = (),
     add_generation_prompt: bool = True,
-    continue_final_message: bool = False,
+    continue_final_message: bool | Literal["content", "reasoning_content"] = False,
 ) -> str:
     """Renders a chat. With `continue_final_message` the last message, an assistant's, is left open so that
-    the engine goes on inside it. Raises ApiError 400 for messages it cannot render."""
+    the engine goes on inside it: inside its reasoning if it says so, else inside its content. The reasoning
+    of other messages is left out. Raises ApiError 400 for messages it cannot render."""
     if not messages:
         raise ApiError(400, "'messages' must not be empty")
     if continue_final_message and add_generation_prompt:
@@ -38,9 +39,16 @@ def apply_template(
         role = message.get("role")
         if not isinstance(role, str):
             raise ApiError(400, f"messages[{index}] has no role")
-        parts.append(f"<|im_start|>{role}\n{message_text(message)}")
-        if not (continue_final_message and index == len(messages) - 1):
-            parts.append("<|im_end|>\n")
+        parts.append(f"<|im_start|>{role}\n")
+        if continue_final_message and index == len(messages) - 1:
+            if reasoning := message.get("reasoning_content"):
+                parts.append(f"<think>{reasoning}")
+                if continue_final_message == "reasoning_content":
+                    continue
+                parts.append("</think>")
+            parts.append(message_text(message))
+        else:
+            parts.append(f"{message_text(message)}<|im_end|>\n")
     if add_generation_prompt:
         parts.append("<|im_start|>assistant\n")
     return "".join(parts)

@@ -48,6 +48,7 @@ class CompletionRenderer:
                 "content": event.content,
                 "tokens": [event.token],
                 "tokens_predicted": event.n_decoded,
+                **token_timings_json(event),
             }
         else:
             chunk["prompt_progress"] = progress_json(event)
@@ -84,6 +85,11 @@ def progress_json(progress: Progress) -> dict[str, int]:
         "processed": progress.processed,
         "time_ms": progress.time_ms,
     }
+
+
+def token_timings_json(event: TokenOut) -> dict[str, Any]:
+    """The `timings` that a chunk has if the request asked for `timings_per_token`."""
+    return {} if event.timings is None else {"timings": timings_json(event.timings)}
 
 
 def timings_json(timings: Timings) -> dict[str, float]:

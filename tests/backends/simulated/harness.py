@@ -114,6 +114,6 @@ async def connect(config: SimulatedConfig) -> AsyncGenerator[Client, None]:
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=20)
     async with (
         serve_simulated(engine) as url,
-        httpx.AsyncClient(base_url=url, timeout=20, limits=limits) as http,
+        httpx.AsyncClient(base_url=url, timeout=20, limits=limits, verify=False) as http,
     ):
         yield Client(engine, url, http)

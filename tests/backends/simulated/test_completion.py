@@ -44,6 +44,12 @@ async def test_templates() -> None:
         assert closed["prompt"].endswith("<|im_start|>assistant\nWe<|im_end|>\n")
         opened = await client.json("/apply-template", body | {"continue_final_message": True})
         assert opened["prompt"].endswith("<|im_start|>assistant\nWe")
+        thinking = [messages[0], {"role": "assistant", "reasoning_content": "Hm", "content": "We"}]
+        body["messages"] = thinking
+        inside = await client.json("/apply-template", body | {"continue_final_message": "reasoning_content"})
+        assert inside["prompt"].endswith("<|im_start|>assistant\n<think>Hm")
+        after = await client.json("/apply-template", body | {"continue_final_message": "content"})
+        assert after["prompt"].endswith("<think>Hm</think>We")
         both = {"messages": messages, "continue_final_message": True}
         assert (await client.post("/apply-template", both)).status_code == 400
 
@@ -133,12 +139,18 @@ async def test_a_cut_turn_resumes_exactly() -> None:
         whole = await client.json("/completion", {"prompt": prompt, "return_tokens": True})
         cut = await client.stream({"prompt": prompt, "id_slot": 1}, until=20)
         await client.until_idle()
-        received = decode(cut.tokens)
+        received = cut.text
         resumed = await client.stream({"prompt": encode(decode(prompt) + received), "id_slot": 1})
         assert received + resumed.text == whole["content"]
         timings = resumed.last["timings"]
         assert timings["prompt_n"] == 1
         assert timings["cache_n"] == resumed.last["tokens_evaluated"] - 1
+
+
+async def test_timings_come_with_every_token_if_asked_for() -> None:
+    async with connect(SMALL) as client:
+        reply = await client.stream({"prompt": "[len=3]", "timings_per_token": True})
+        assert [chunk["timings"]["predicted_n"] for chunk in reply.chunks] == [1, 2, 3, 4, 4]
 
 
 async def test_an_empty_prompt_ends_at_once() -> None:

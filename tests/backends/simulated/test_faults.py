@@ -124,7 +124,7 @@ async def test_a_hung_request_keeps_its_slot_until_its_client_leaves(after_token
     async with connect(SimulatedConfig(n_slots=2)) as client:
         await client.json("/simulated/faults", {"kind": "hang", "after_tokens": after_tokens})
         reply = Reply()
-        with anyio.move_on_after(0.1):
+        with anyio.move_on_after(0.3):
             await client.stream(BODY, into=reply)
         assert len(reply.chunks) == after_tokens
         await client.until_idle()
@@ -140,20 +140,20 @@ async def test_an_engine_may_not_notice_that_its_client_left() -> None:
     config = SimulatedConfig(n_slots=1, profile=PROFILES["fast"])
     async with connect(config) as client:
         await client.json("/simulated/faults", {"kind": "ignore_disconnect"})
-        await client.stream({"prompt": "[len=40]"}, until=2)
+        await client.stream({"prompt": "[len=200]"}, until=2)
         await client.until_idle()
         assert client.stats.disconnects == 1
-        assert client.stats.tokens_generated == 41
+        assert client.stats.tokens_generated == 201
 
 
 async def test_slow_health_is_slow_once() -> None:
-    async with connect(SimulatedConfig(faults=(Fault("slow_health", delay_s=0.1),))) as client:
+    async with connect(SimulatedConfig(faults=(Fault("slow_health", delay_s=0.3),))) as client:
         began = anyio.current_time()
         assert (await client.http.get("/health")).status_code == 200
         middle = anyio.current_time()
         assert (await client.http.get("/health")).status_code == 200
-        assert middle - began > 0.1
-        assert anyio.current_time() - middle < 0.1
+        assert middle - began >= 0.29
+        assert anyio.current_time() - middle < 0.25
 
 
 async def test_a_hidden_request_body_needs_no_match_text() -> None:

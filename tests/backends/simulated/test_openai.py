@@ -56,7 +56,7 @@ async def test_a_chat_continues_its_final_message() -> None:
     async with connect(SimulatedConfig(multibyte_rate=0.2)) as client:
         body: dict[str, Any] = {"messages": user("[len=40]"), "id_slot": 0}
         whole = (await client.json("/v1/chat/completions", body))["choices"][0]["message"]["content"]
-        for cut in (1, len(whole) // 2, len(whole)):
+        for cut in (whole.index(" ", 5), whole.index(" ", len(whole) // 2), len(whole)):
             partial = {"role": "assistant", "content": whole[:cut]}
             continued = body | {
                 "messages": [*body["messages"], partial],
@@ -64,10 +64,9 @@ async def test_a_chat_continues_its_final_message() -> None:
                 "add_generation_prompt": False,
             }
             reply = await client.stream(continued, path="/v1/chat/completions")
-            if cut != 1:
-                assert whole[:cut] + content(reply) == whole
-                echoed = await client.stream(continued | {"echo": True}, path="/v1/chat/completions")
-                assert content(echoed) == whole
+            assert whole[:cut] + content(reply) == whole
+            echoed = await client.stream(continued | {"echo": True}, path="/v1/chat/completions")
+            assert content(echoed) == whole
 
 
 async def test_a_limit_is_reported_as_length() -> None:

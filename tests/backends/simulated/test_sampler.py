@@ -102,6 +102,19 @@ def test_a_script_is_played_delta_by_delta() -> None:
 
 def test_a_continued_script_leaves_out_what_was_sent() -> None:
     reply = ScriptedReply("", DELTAS)
-    assert play(ScriptPlayer(reply, "Let me look. ")) == list(DELTAS[1:])
-    assert play(ScriptPlayer(reply, "Let me")) == [{"content": " look. "}, *DELTAS[1:]]
-    assert play(ScriptPlayer(reply, "Something else")) == list(DELTAS)
+    assert play(ScriptPlayer(reply, {"content": "Let me look. "})) == list(DELTAS[1:])
+    assert play(ScriptPlayer(reply, {"content": "Let me"})) == [{"content": " look. "}, *DELTAS[1:]]
+    assert play(ScriptPlayer(reply, {"content": "Something else"})) == list(DELTAS)
+
+
+def test_a_continued_script_knows_reasoning_from_content() -> None:
+    deltas = ({"reasoning_content": "First"}, {"reasoning_content": " this."}, *DELTAS)
+    reply = ScriptedReply("", deltas)
+    assert play(ScriptPlayer(reply, {"reasoning_content": "First"})) == list(deltas[1:])
+    assert play(ScriptPlayer(reply, {"reasoning_content": "First th"})) == [
+        {"reasoning_content": "is."},
+        *DELTAS,
+    ]
+    said = {"reasoning_content": "First this.", "content": "Let me look. "}
+    assert play(ScriptPlayer(reply, said)) == list(DELTAS[1:])
+    assert play(ScriptPlayer(reply, {"content": "Let me look. "})) == list(DELTAS[1:])
