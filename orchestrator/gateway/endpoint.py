@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
@@ -40,8 +41,10 @@ class Endpoint:
             except RedisError as error:
                 _log.warning("the broker failed", path=scope["path"], error=str(error))
                 await reply.fail(unavailable("the broker does not answer", "broker_unavailable"))
-            except Exception:
-                _log.exception("request failed", path=scope["path"])
+            except Exception as error:
+                # Neither its text nor its variables: they may hold a prompt.
+                where = "".join(traceback.format_tb(error.__traceback__))
+                _log.error("request failed", path=scope["path"], error=type(error).__name__, where=where)
                 await reply.fail(internal())
         except ClientGone:
             return

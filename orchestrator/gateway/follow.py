@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+import time
 
 import anyio
 import structlog
 from redis.exceptions import RedisError
 
-from orchestrator.broker import END, ERROR, Broker, Entry, TurnStream
-from orchestrator.turns import FINAL_STATES
+from orchestrator.broker import END, ERROR, Broker, Entry, TurnRecord, TurnStream
+from orchestrator.turns import FINAL_STATES, TurnState
 
 RETRY_S = 0.2
 # A broker that restarts and reads its append-only file is back well before this.
@@ -21,8 +21,20 @@ _log = structlog.get_logger(__name__)
 
 
 def _lost(message: str) -> Entry:
-    error = {"message": message, "type": "server_error", "param": None, "code": "turn_lost"}
-    return [ERROR, 503, error]
+    return _error(503, message, "server_error", "turn_lost")
+
+
+def _error(status: int, message: str, kind: str, code: str) -> Entry:
+    return [ERROR, status, {"message": message, "type": kind, "param": None, "code": code}]
+
+
+def _missing_end(record: TurnRecord) -> Entry:
+    """The end of a turn whose owner recorded one but could not write it to the log."""
+    if record.state is TurnState.CANCELLED:
+        return _error(499, "the turn was cancelled", "cancelled", "cancelled")
+    if record.state is TurnState.FAILED:
+        return _error(500, record.error or "the turn failed", "server_error", "turn_failed")
+    return _lost("this turn ended without an end of its output")
 
 
 class Output:
@@ -33,7 +45,7 @@ class Output:
         self._stream = stream
         self._pool = pool
         self._failing_since: float | None = None
-        self._checked_at = anyio.current_time()
+        self._checked_at = time.monotonic()
         self._ended_unseen = False
         self.over = False
 
@@ -45,7 +57,7 @@ class Output:
         """
         try:
             entries = await self._stream.next(timeout_s)
-            if not entries and anyio.current_time() - self._checked_at >= SILENCE_CHECK_S:
+            if not entries and time.monotonic() - self._checked_at >= SILENCE_CHECK_S:
                 entries = await self._check()
             self._failing_since = None
         except (RedisError, OSError) as error:
@@ -54,21 +66,21 @@ class Output:
             self.over = True
         return entries
 
-    async def _check(self) -> list[Any]:
+    async def _check(self) -> list[Entry]:
         record = await self._broker.record(self._pool, self._stream.turn)
-        self._checked_at = anyio.current_time()
+        self._checked_at = time.monotonic()
         if record is None:
             return [_lost("the broker no longer knows this turn")]
         # The end is written to the log before the state, so a final state means that it is there by now.
         if record.state in FINAL_STATES:
             if self._ended_unseen:
-                return [_lost("this turn ended without an end of its output")]
+                return [_missing_end(record)]
             self._ended_unseen = True
             self._stream.suspect()
         return []
 
     async def _outage(self, error: Exception) -> list[Entry]:
-        now = anyio.current_time()
+        now = time.monotonic()
         if self._failing_since is None:
             self._failing_since = now
             _log.warning("output not readable; trying again", turn=self._stream.turn, error=str(error))

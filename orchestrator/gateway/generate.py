@@ -149,13 +149,13 @@ async def _stream(config: Config, output: Output, chunks: Chunks, reply: Reply) 
         raise failed
     await reply.start_stream()
     keepalive_s = config.server.keepalive_s
-    sent_at = anyio.current_time()
+    sent_at = time.monotonic()
     while True:
         data = chunks.encode(entries)
         if chunks.over:
             await reply.end(data)
             return
-        now = anyio.current_time()
+        now = time.monotonic()
         if not data and now - sent_at >= keepalive_s:
             data = KEEP_ALIVE
         if data:
@@ -166,10 +166,10 @@ async def _stream(config: Config, output: Output, chunks: Chunks, reply: Reply) 
 
 async def _first(output: Output, wait_s: float) -> list[Entry]:
     """The first entries, or none when the turn says nothing for a while."""
-    until = anyio.current_time() + wait_s
+    until = time.monotonic() + wait_s
     while True:
-        entries = await output.next(max(0.0, until - anyio.current_time()))
-        if entries or anyio.current_time() >= until:
+        entries = await output.next(max(0.0, until - time.monotonic()))
+        if entries or time.monotonic() >= until:
             return entries
 
 

@@ -38,7 +38,7 @@ class Reply:
         """Send all of the reply."""
         length = (b"content-length", b"%d" % len(body))
         await self._start(status, [JSON_TYPE, length, *headers, *self._headers])
-        await self._body(body, more=False)
+        await self.end(body)
 
     async def start_stream(self) -> None:
         """Send the headers of an event stream."""
@@ -47,11 +47,16 @@ class Reply:
 
     async def write(self, data: bytes) -> None:
         """Send a piece of the stream. Waits while the client reads more slowly than this writes."""
-        await self._body(data, more=True)
+        # Once a token: no frame more than needed.
+        try:
+            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        except OSError as error:
+            raise ClientGone from error
 
     async def end(self, data: bytes) -> None:
-        """Send the last piece of the stream."""
-        await self._body(data, more=False)
+        """Send the last piece of the body."""
+        await self._message({"type": "http.response.body", "body": data, "more_body": False})
+        self._complete = True
 
     async def fail(self, error: ApiError) -> None:
         """End the reply with an error: with its own status as long as no other one was sent.
@@ -66,10 +71,6 @@ class Reply:
     async def _start(self, status: int, headers: list[Header]) -> None:
         self._started = True
         await self._message({"type": "http.response.start", "status": status, "headers": headers})
-
-    async def _body(self, data: bytes, more: bool) -> None:
-        await self._message({"type": "http.response.body", "body": data, "more_body": more})
-        self._complete = not more
 
     async def _message(self, message: Message) -> None:
         try:

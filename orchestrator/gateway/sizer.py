@@ -38,11 +38,8 @@ def prompt_bound(body: dict[str, Any], body_bytes: int) -> int:
 
 
 def is_text(body: dict[str, Any]) -> bool:
-    """Whether the bound holds: an image's address is shorter than the image's tokens."""
-    messages = body.get("messages")
-    if not isinstance(messages, list):
-        return True
-    for message in messages:
+    """Whether a chat's bound holds: an image's address is shorter than the image's tokens."""
+    for message in body["messages"]:
         content = message.get("content")
         if isinstance(content, list) and not all(
             isinstance(part, dict) and isinstance(part.get("text"), str) for part in content
@@ -82,7 +79,7 @@ async def size_turn(engines: Engines, pool: str, api: str, ask: Ask, max_turn_to
     if info is None:
         # The dispatcher knows the engine by the time it takes the turn.
         return TurnSize(bound, limit, exact=False)
-    if fits(info, bound, limit) and is_text(ask.body):
+    if fits(info, bound, limit) and (api != "chat" or is_text(ask.body)):
         return TurnSize(bound, limit, exact=False)
     try:
         with anyio.fail_after(COUNT_BOUND_S):
