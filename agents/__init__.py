@@ -1,1 +1,1 @@
-"""The synthetic coding agents of the demo and the benches: what they ask for, and the client they ask with."""
+"""The synthetic coding agents of the demo and the benches: what they ask for, and their client."""

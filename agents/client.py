@@ -15,13 +15,12 @@ When a turn *started*, that is took its decode slot, is visible on the wire of b
 """
 
 import asyncio
-import contextlib
 import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import anyio
@@ -44,8 +43,8 @@ class MalformedReply(Exception):
 class TurnResult:
     """What became of one turn. While it runs the same object shows how far it is.
 
-    Times are `time.monotonic()` seconds, None for what did not happen. `times` has one entry for each piece of
-    text as it arrived; `pieces` counts them. `tokens` is the server's own count where it sent one, else
+    Times are `time.monotonic()` seconds, None for what did not happen. `times` has one entry for each piece
+    of text as it arrived; `pieces` counts them. `tokens` is the server's own count where it sent one, else
     `pieces`: a piece is a token, except that tokens which end within a character wait for the next one.
     """
 
@@ -61,7 +60,7 @@ class TurnResult:
     finish_reason: str | None = None
     error: str | None = None
     aborted: bool = False
-    """Whether this client closed the connection itself: it had the wanted number of tokens, or was cancelled."""
+    """Whether this client closed the connection itself: it had enough tokens, or was cancelled."""
     status: int | None = None
     headers: dict[str, str] = field(default_factory=dict)
     """Reply headers, names in lower case."""
@@ -134,7 +133,10 @@ class ReplyParser:
         result = self.result
         if not self.done and self._head_read and not self._chunked and self._body_left is None:
             # Without a length the end of the connection is the end of the body, but events have their own.
-            self._end_of_body(now)
+            try:
+                self._end_of_body(now)
+            except MalformedReply as error:
+                result.error = f"malformed reply: {error}"
         result.text = "".join(self._text)
         result.tokens = result.pieces if self._counted is None else self._counted
         if not self.done and not result.aborted and result.error is None:
@@ -263,10 +265,11 @@ class ReplyParser:
         try:
             reply = orjson.loads(self._plain)
         except orjson.JSONDecodeError:
-            result.error = f"HTTP {result.status}: {bytes(self._plain[:200]).decode(errors='replace')}".strip()
+            said = bytes(self._plain[:200]).decode(errors="replace")
+            result.error = f"HTTP {result.status}: {' '.join(said.split()) or 'no message'}"
             return
         if isinstance(reply, dict):
-            self._reply(reply, now)
+            self._shaped(reply, now)
         if result.error is not None or (result.status or 0) >= 400:
             result.error = f"HTTP {result.status}: {result.error or 'no message'}"
 
@@ -284,7 +287,13 @@ class ReplyParser:
         except orjson.JSONDecodeError:
             raise MalformedReply(f"an event is not JSON: {bytes(payload[:80])!r}") from None
         if isinstance(reply, dict):
+            self._shaped(reply, now)
+
+    def _shaped(self, reply: dict[str, Any], now: float) -> None:
+        try:
             self._reply(reply, now)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise MalformedReply(f"JSON of another shape: {type(error).__name__}: {error}") from None
 
     def _reply(self, reply: dict[str, Any], now: float) -> None:
         """One JSON object of either API, streamed or whole."""
@@ -342,14 +351,12 @@ class _Connection(asyncio.Protocol):
         self._parser = parser
         self._abort_after = abort_after
         self._on_progress = on_progress
-        self._transport: asyncio.Transport | None = None
         self.finished = anyio.Event()
         self.closed = anyio.Event()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        transport.write(self._request)
+        # uvloop's transports have the interface, not the base class.
+        cast(asyncio.Transport, transport).write(self._request)
 
     def data_received(self, data: bytes) -> None:
         if self.finished.is_set():
@@ -360,9 +367,6 @@ class _Connection(asyncio.Protocol):
             self._parser.feed(data, now)
         except MalformedReply as error:
             result.error = f"malformed reply: {error}"
-        except Exception as error:
-            # A reply of an unexpected shape must not look like a lost connection.
-            result.error = f"malformed reply: {type(error).__name__}: {error}"
         if self._on_progress is not None:
             self._on_progress(result)
         reached = self._abort_after is not None and result.pieces >= self._abort_after
@@ -422,8 +426,7 @@ async def stream_chat(
             # The transport reports its end in the next round of the loop: bounded, so it may be shielded.
             with anyio.CancelScope(shield=True), anyio.move_on_after(_CLOSE_BOUND_S):
                 await connection.closed.wait()
-        with contextlib.suppress(MalformedReply):
-            parser.close(time.monotonic())
+        parser.close(time.monotonic())
     return result
 
 
@@ -434,9 +437,7 @@ def _address(base_url: str) -> tuple[str, int, str]:
     return parts.hostname, parts.port or 80, parts.path.rstrip("/")
 
 
-def _request(
-    host: str, port: int, target: str, body: Mapping[str, Any], headers: Mapping[str, str]
-) -> bytes:
+def _request(host: str, port: int, target: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> bytes:
     payload = orjson.dumps(body)
     name = f"[{host}]" if ":" in host else host
     lines = [

@@ -11,9 +11,9 @@ rounded, with the spread sigma = 0.9 and the location solved so that the mean *a
 At 39 tokens/s these are turns of 6 s (median), 20 s (p90), 50 s (p99) and 56 s. Another mean scales the whole
 distribution, limits included, so its shape stays.
 
-Clients are closed loops: each asks, waits for the end of the reply, thinks, and asks again. What client 3 asks
-in its 17th turn follows from the seed alone, whatever the other clients do and however fast the server is, so
-that each column of a bench replays the same turns.
+Clients are closed loops: each asks, waits for the end of the reply, thinks, and asks again. What client 3
+asks in its 17th turn follows from the seed alone, whatever the other clients do and however fast the server
+is, so that each column of a bench replays the same turns.
 """
 
 import math
@@ -171,6 +171,7 @@ def chat_body(plan: TurnPlan, *, exact_length: bool = False, system: str = _SYST
 
 
 _WORDS = (
-    "return value test list file name data code line type class function call error result index loop "
-    "string number key path user time write read open close check set get add remove update start stop"
-).split()
+    *("return", "value", "test", "list", "file", "name", "data", "code", "line", "type", "class", "function"),
+    *("call", "error", "result", "index", "loop", "string", "number", "key", "path", "user", "time", "write"),
+    *("read", "open", "close", "check", "set", "get", "add", "remove", "update", "start", "stop"),
+)

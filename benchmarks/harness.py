@@ -1,4 +1,4 @@
-"""The processes that a bench measures, each an async context manager: an engine, a simulated engine, the service.
+"""The processes that a bench measures, each an async context manager: engines and the service.
 
 Every process is the bench's own child with files in a folder of its own, is waited for with a bound, and is
 gone when the context ends, whatever ended it.
@@ -12,11 +12,11 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, TypeVarTuple, Unpack
 
 import anyio
 import anyio.abc
@@ -32,11 +32,52 @@ STOP_BOUND_S = 20.0
 _POLL_S = 0.05
 _TAIL_BYTES = 4096
 _ROOT = Path(__file__).resolve().parent.parent
+_Arguments = TypeVarTuple("_Arguments")
+_Found = TypeVar("_Found")
 _ADDRESS = re.compile(r"http://[\w.\[\]:-]+:\d+")
 
 
 class BenchError(Exception):
     """A bench cannot go on; the message is one line."""
+
+
+def run_async(measure: Callable[[Unpack[_Arguments]], Awaitable[_Found]], *args: *_Arguments) -> _Found:
+    """Run a bench's coroutine to its result.
+
+    SIGTERM stops it as Ctrl-C does, with its child processes, and raises BenchError. An error in one of its
+    tasks is raised as itself, not as a group.
+    """
+    found: list[_Found] = []
+
+    async def main() -> None:
+        async with anyio.create_task_group() as tasks:
+            await tasks.start(_cancel_at_sigterm, tasks.cancel_scope)
+            found.append(await measure(*args))
+            tasks.cancel_scope.cancel()
+
+    try:
+        anyio.run(main, backend_options={"use_uvloop": True})
+    except BaseExceptionGroup as group:
+        raise _first_of(group) from None
+    if not found:
+        raise BenchError("stopped by SIGTERM")
+    return found[0]
+
+
+async def _cancel_at_sigterm(
+    scope: anyio.CancelScope, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED
+) -> None:
+    with anyio.open_signal_receiver(signal.SIGTERM) as signals:
+        task_status.started()
+        async for _ in signals:
+            scope.cancel()
+            return
+
+
+def _first_of(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What every bench reports with: percentiles, one table, one JSON with the machine it was measured on, progress.
+"""What every bench reports with: percentiles, one table, one JSON with the machine, a progress bar.
 
 A table goes to the bench's console; progress goes to stderr, so that redirected output holds only the table.
 """
@@ -7,12 +7,12 @@ import math
 import os
 import platform
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 from rich.console import Console
@@ -68,7 +68,7 @@ class Summary:
 class Report:
     """One bench's outcome.
 
-    `rows` are cells as shown; `notes` are lines below the table; `data` is what the JSON holds besides:
+    `rows` are cells as shown; `notes` are lines below the table; `data` is the JSON's `results`:
     plain values, dataclasses, and NaN for what was not measured (null in the JSON).
     """
 
@@ -81,8 +81,8 @@ class Report:
     data: Mapping[str, Any] = field(default_factory=dict)
 
     def table(self) -> Table:
-        """The table, numbers to the right, the notes as its caption."""
-        table = Table(title=self.title, caption="\n".join(self.notes) or None, caption_justify="left")
+        """The table, numbers to the right."""
+        table = Table(title=self.title)
         for at, name in enumerate(self.columns):
             table.add_column(name, justify="left" if at == 0 else "right", no_wrap=at == 0)
         for row in self.rows:
@@ -90,8 +90,10 @@ class Report:
         return table
 
     def finish(self, console: Console, json_path: Path | None) -> None:
-        """Print the table, and write the JSON if a path is given. Raises OSError."""
+        """Print the table and the notes, and write the JSON if a path is given. Raises OSError."""
         console.print(self.table())
+        for note in self.notes:
+            console.print(note, highlight=False, markup=False)
         if json_path is not None:
             write_json(json_path, self)
             console.print(f"written: {json_path}", highlight=False, soft_wrap=True)
@@ -182,11 +184,8 @@ def ratio(part: float, whole: float) -> float:
 # Progress -----------------------------------------------------------------------------------------
 
 
-class Advance(Protocol):
-    """Tells how far a bench is."""
-
-    def __call__(self, done: float, label: str | None = None) -> None:
-        """`done` is absolute, in the unit of the bar's total."""
+Advance = Callable[[float, str], None]
+"""Tells how far a bench is, in the unit of the bar's total, and what it does now."""
 
 
 @contextmanager
@@ -209,11 +208,11 @@ def progress_bar(total: float, label: str, *, shown: bool = True) -> Iterator[Ad
     with Progress(*columns, console=console, refresh_per_second=2, transient=True) as bar:
         task = bar.add_task(label, total=total)
 
-        def advance(done: float, label: str | None = None) -> None:
+        def advance(done: float, label: str) -> None:
             bar.update(task, completed=min(done, total), description=label)
 
         yield advance
 
 
-def _silent(done: float, label: str | None = None) -> None:
+def _silent(done: float, label: str) -> None:
     pass

@@ -140,13 +140,14 @@ async def _engine(config: BackendConfig, state_dir: Path, stack: AsyncExitStack)
     return await stack.enter_async_context(ManagedEngine(settings, state_dir, name=config.name))
 
 
-def _options(config: BackendConfig) -> LlamaCppOptions:
+def _options(config: BackendConfig, engine: ManagedEngine | None) -> LlamaCppOptions:
     return LlamaCppOptions(
         kv_layout=KvLayout(config.kv_layout) if config.kv_layout else None,
         batch_tokens=config.batch_tokens,
         piece_tokens=config.piece_tokens or 0,
         kv_bytes_per_token=config.kv_bytes_per_token,
         model=config.model,
+        save_path=engine.save_path if engine is not None else config.save_path,
     )
 
 
@@ -184,7 +185,7 @@ async def run_service(
                 tasks.start_soon(_keep_engine, engine, backend_config.name)
             url = engine.url if engine is not None else backend_config.url
             assert url is not None
-            backend = LlamaCppBackend(url, _options(backend_config))
+            backend = LlamaCppBackend(url, _options(backend_config, engine))
             stack.push_async_callback(_shielded, backend.aclose)
             dispatcher = Dispatcher(
                 _dispatcher_options(config, backend_config), backend, broker, Broker(blocking), owner

@@ -138,6 +138,9 @@ async def _bind(host: str, port: int) -> list[socket.socket]:
             for other in sockets:
                 other.close()
             raise
+        # asyncio sets this only on sockets whose protocol is named, which create_server does not do; without
+        # it a chunk may wait 40 ms for the acknowledgement of the one before. Accepted sockets inherit it.
+        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         bound.setblocking(False)
         sockets.append(bound)
         port = bound.getsockname()[1]
