@@ -90,9 +90,9 @@ class EngineShape:
     decode_slots: int = 8
     engine_slots: int = 12
     slot_context: int = 2304
-    batch_tokens: int = 64
+    batch_tokens: int = 24
     threads: int | None = None
-    nice: int = 5
+    nice: int = 0
     model: str = MODEL
 
     def settings(self, engine_slots: int | None = None) -> EngineSettings:

@@ -14,12 +14,13 @@ else has to happen. The wait ends when the server says that the turn has its slo
 
 A column's rounds alternate with the other columns' rounds, and odd rounds go backwards, so that a machine
 that gets slower during the run does not favour one column. The first seconds after each start, when all turns
-began together, are not measured. A foreground turn that is under way when the time is over is waited for:
-dropping it would hide the longest waits.
+began together, are not measured. Foreground turns arrive at random times, the same in every column, so that
+all columns are offered the same work. A foreground turn that is under way when the time is over is waited
+for: dropping it would hide the longest waits. In `limit` they use one slot; one that overlaps comes later.
 """
 
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import count, pairwise
 from pathlib import Path
@@ -59,9 +60,9 @@ class WaitSettings:
     columns: tuple[str, ...] = COLUMNS
     clients: int = 12
     """Background clients: 1.5 for each decode slot."""
-    foreground_tokens: int = 24
-    gap_s: float = 1.5
-    """Mean time from a foreground turn's end to the next one, exponentially distributed."""
+    foreground_tokens: int = 16
+    gap_s: float = 1.2
+    """Mean time between the arrivals of foreground turns, exponentially distributed."""
     long_prompt_tokens: int | None = None
     """If set: every decode slot is busy, one of them always in prefill of a prompt this long."""
     shape: EngineShape = field(default_factory=EngineShape)
@@ -218,6 +219,7 @@ class _Round:
         self._seed = seed
         self._background: list[TurnResult] = []
         self._foreground: list[TurnResult] = []
+        self._foreground_slot = anyio.Lock()
 
     async def run(self, advance: Callable[[float], None]) -> None:
         settings = self._settings
@@ -229,7 +231,7 @@ class _Round:
                 tasks.start_soon(self._background_client, client, turns)
             await anyio.sleep(settings.warmup_s)
             start = anyio.current_time()
-            await self._foreground_client(start + duration_s)
+            await self._foreground_arrivals(start + duration_s)
             tasks.cancel_scope.cancel()
         self._count(start, start + duration_s)
 
@@ -261,20 +263,26 @@ class _Round:
                 await anyio.sleep(_ERROR_PAUSE_S)
             await anyio.sleep(plan.think_s)
 
-    async def _foreground_client(self, end: float) -> None:
-        settings, target = self._settings, self._target
+    async def _foreground_arrivals(self, end: float) -> None:
+        """Start turns at times that do not depend on how long the ones before took."""
+        settings = self._settings
         lengths = Lengths.fixed(settings.foreground_tokens)
         turns = client_turns(Workload(lengths), self._seed, "f")
-        for plan, gap_s in zip(turns, gaps(settings.gap_s, self._seed, "f"), strict=False):
-            await anyio.sleep(min(gap_s, max(0.0, end - anyio.current_time())))
-            if anyio.current_time() >= end:
-                return
+        at = anyio.current_time()
+        async with anyio.create_task_group() as tasks:
+            for plan, gap_s in zip(turns, gaps(settings.gap_s, self._seed, "f"), strict=False):
+                at += gap_s
+                if at >= end:
+                    return
+                await anyio.sleep_until(at)
+                tasks.start_soon(self._foreground_turn, plan, end - at + _LAST_TURN_BOUND_S)
+
+    async def _foreground_turn(self, plan: TurnPlan, bound_s: float) -> None:
+        target = self._target
+        async with self._foreground_slot if target.pinned else nullcontext():
             body = chat_body(plan, exact_length=True) | target.foreground_body()
-            bound_s = end - anyio.current_time() + _LAST_TURN_BOUND_S
             result = await stream_chat(target.url, body, target.foreground_headers, timeout_s=bound_s)
-            self._foreground.append(result)
-            if result.error is not None:
-                await anyio.sleep(_ERROR_PAUSE_S)
+        self._foreground.append(result)
 
     def _count(self, start: float, end: float) -> None:
         column = self._column
