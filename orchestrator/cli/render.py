@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from rich.console import Group
 from rich.text import Text
 
 from orchestrator.cli.columns import Column, fit, layout, used
@@ -87,7 +88,7 @@ def screen(
     classes: Classes | None = None,
     head: Sequence[Text] = (),
     cut: bool = False,
-) -> Text:
+) -> Group:
     """The whole state below the lines of `head`.
 
     `height` None shows everything. Else as much is drawn together as fits it needs, and with `cut` the rest
@@ -97,9 +98,9 @@ def screen(
     for level in LEVELS:
         page = _Page(state, width, classes, level)
         if height is None or len(head) + page.height <= height:
-            return _joined((*head, *page.parts()))
+            return joined((*head, *page.parts()))
     assert height is not None
-    return _joined((*head, *page.parts(height - len(head) if cut else None)))
+    return joined((*head, *page.parts(height - len(head) if cut else None)))
 
 
 def waits_line(state: SwarmState) -> Text:
@@ -297,9 +298,12 @@ def _shorten(rows: list[_Row], over: int) -> tuple[list[_Row], int]:
     return rows[:kept], len(rows) - kept
 
 
-def _joined(lines: Iterable[Text]) -> Text:
-    """One renderable: cheap enough to draw four times a second beside an engine on the same cores."""
-    return Text("\n", no_wrap=True, overflow="ellipsis").join(lines)
+def joined(lines: Iterable[Text]) -> Group:
+    """One text: cheap enough to draw four times a second beside an engine on the same cores.
+
+    In a group, because a console that is told to print a text directly forgets that it must not be wrapped.
+    """
+    return Group(Text("\n", no_wrap=True, overflow="ellipsis").join(lines))
 
 
 # Parts -------------------------------------------------------------------------------------------

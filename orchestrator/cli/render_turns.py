@@ -125,7 +125,7 @@ _WORDS: dict[str, tuple[tuple[str, str], ...]] = {
     "resumed": (
         ("slot", "in slot {}"),
         ("engine_wait_s", "{} after the command"),
-        ("tokens_reevaluated", "re-evaluated {} tokens"),
+        ("tokens_reevaluated", "{} re-evaluated"),
         ("cached_tokens", "{} cached"),
     ),
     "interrupted": (("error", "{}"), ("tokens", "at token {}")),
@@ -136,15 +136,14 @@ _WORDS: dict[str, tuple[tuple[str, str], ...]] = {
 
 
 def _spoken(key: str, value: object) -> str:
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return (
-            duration(value)
-            if key.endswith("_s")
-            else count(int(value))
-            if value == int(value)
-            else str(value)
-        )
-    return plain(value)
+    """A detail's value; its key's ending tells the unit."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return plain(value)
+    if key.endswith("_s"):
+        return duration(value)
+    if key.startswith("tokens_") and isinstance(value, int):
+        return plural(value, "token")
+    return count(value) if isinstance(value, int) else f"{value:g}"
 
 
 def _pair(label: str, text: str, style: str = "") -> Text:

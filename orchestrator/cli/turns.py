@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from orchestrator.cli.common import fail
-from orchestrator.cli.render import TURN_PREFIX, short_turn
+from orchestrator.cli.render import TURN_PREFIX, joined, short_turn
 from orchestrator.cli.render_turns import timeline, turn_head, turn_lines
 from orchestrator.cli.service_client import (
     DEFAULT_CONFIG,
@@ -103,8 +103,7 @@ def add_to(app: typer.Typer) -> None:
             if as_json:
                 _print_json(raw)
             elif found:
-                for line in turn_lines(found, console.width, time.time()):
-                    console.print(line)
+                console.print(joined(turn_lines(found, console.width, time.time())))
             else:
                 console.print("no turns yet")
 

@@ -1,0 +1,154 @@
+"""`swarm bench`: the benches of the project, each with its own options.
+
+A bench is the module `benchmarks.NAME` with `NameSettings`, a frozen dataclass with `quick()`, and
+`run(settings, json_path=..., console=...)`. It is imported when it is asked for only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from backends.managed import ManagedEngineError
+from orchestrator.broker.embedded import EmbeddedValkeyError
+from orchestrator.cli.common import fail, root_cause, writable_json
+
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Write the figures to this file as well.")
+]
+Quick = Annotated[bool, typer.Option("--quick", help="Short: shows that it works, not what it costs.")]
+
+
+def _bench(name: str) -> Any:
+    """The bench's module."""
+    return import_module(f"benchmarks.{name}")
+
+
+def _settings(name: str, quick: bool, **changes: Any) -> Any:
+    """The bench's settings with what the user gave; None is what was not given."""
+    settings = getattr(_bench(name), f"{name.title()}Settings")()
+    if quick:
+        settings = settings.quick()
+    return replace(settings, **{key: value for key, value in changes.items() if value is not None})
+
+
+def _run(name: str, settings: Any, json_path: Path | None) -> None:
+    """Run it; what goes wrong is one line and exit code 1."""
+    writable_json(json_path)
+    from benchmarks.harness import BenchError
+
+    try:
+        _bench(name).run(settings, json_path=json_path)
+    except* (BenchError, ManagedEngineError, EmbeddedValkeyError, OSError) as group:
+        fail(f"bench {name}: {root_cause(group)}", 1)
+
+
+def _words(text: str | None, option: str, known: tuple[str, ...]) -> tuple[str, ...] | None:
+    if text is None:
+        return None
+    words = tuple(word.strip() for word in text.split(",") if word.strip())
+    unknown = [word for word in words if word not in known]
+    if unknown or not words:
+        fail(f"{option}: {', '.join(unknown) or 'nothing'} is not among {', '.join(known)}")
+    return words
+
+
+def _numbers(text: str | None, option: str) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isascii() and word.isdigit() and 0 < int(word) < 10**9 for word in words):
+        fail(f"{option}: {text!r} is not a list of whole numbers such as 500,2000")
+    return tuple(map(int, words))
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the command group."""
+    group = typer.Typer(no_args_is_help=True, help="Measure; each bench prints one table.")
+    app.add_typer(group, name="bench")
+
+    @group.command()
+    def wait(
+        json_path: JsonFile = None,
+        quick: Quick = False,
+        seconds: Annotated[
+            float | None, typer.Option(min=1, max=86_400, help="Measured seconds for each column.")
+        ] = None,
+        rounds: Annotated[int | None, typer.Option(min=1, max=100, help="Rounds of the columns.")] = None,
+        clients: Annotated[int | None, typer.Option(min=1, max=1000, help="Background clients.")] = None,
+        columns: Annotated[
+            str | None, typer.Option(help="Which of bare, off, on, limit; with commas.")
+        ] = None,
+        long_prompt: Annotated[
+            int | None,
+            typer.Option(min=100, max=100_000, help="With one client always in prefill of so many tokens."),
+        ] = None,
+        seed: Annotated[int | None, typer.Option(help="Seed of the turns.")] = None,
+    ) -> None:
+        """The foreground's wait for a slot: bare engine, service without and with preemption."""
+        chosen = _words(columns, "--columns", _bench("wait").COLUMNS)
+        settings = _settings("wait", quick)
+        if long_prompt is not None:
+            settings = settings.long_prompt(long_prompt)
+        changes = {
+            "duration_s": seconds,
+            "rounds": rounds,
+            "clients": clients,
+            "columns": chosen,
+            "seed": seed,
+        }
+        changes = {key: value for key, value in changes.items() if value is not None}
+        _run("wait", replace(settings, **changes), json_path)
+
+    @group.command()
+    def overhead(
+        json_path: JsonFile = None,
+        quick: Quick = False,
+        engines: Annotated[
+            str | None, typer.Option(help="Which engines, with commas; default: all of them.")
+        ] = None,
+        pairs: Annotated[int | None, typer.Option(min=1, max=100_000, help="Pairs of single turns.")] = None,
+        streams: Annotated[int | None, typer.Option(min=1, max=1000, help="Concurrent streams.")] = None,
+    ) -> None:
+        """What the service adds to the engine: time to first token, throughput, CPU."""
+        chosen = _words(engines, "--engines", _bench("overhead").ENGINES)
+        _run(
+            "overhead", _settings("overhead", quick, engines=chosen, pairs=pairs, streams=streams), json_path
+        )
+
+    @group.command()
+    def resume(
+        json_path: JsonFile = None,
+        quick: Quick = False,
+        lengths: Annotated[str | None, typer.Option(help="Context lengths in tokens, with commas.")] = None,
+        repeats: Annotated[int | None, typer.Option(min=1, max=1000, help="Repeats of each.")] = None,
+    ) -> None:
+        """What a pause and a resume cost, by context length and tier."""
+        chosen = _numbers(lengths, "--lengths")
+        _run("resume", _settings("resume", quick, lengths=chosen, repeats=repeats), json_path)
+
+    @group.command()
+    def scheduler(
+        json_path: JsonFile = None,
+        quick: Quick = False,
+        events: Annotated[
+            int | None, typer.Option(min=100, max=100_000_000, help="Timed events for each size.")
+        ] = None,
+        seed: Annotated[int | None, typer.Option(help="Seed of the events.")] = None,
+    ) -> None:
+        """The scheduler's time for each event, by slots and waiting turns."""
+        _run("scheduler", _settings("scheduler", quick, events=events, seed=seed), json_path)
+
+    @group.command()
+    def broker(
+        json_path: JsonFile = None,
+        quick: Quick = False,
+        turns: Annotated[int | None, typer.Option(min=1, max=1_000_000, help="Turns.")] = None,
+        workers: Annotated[int | None, typer.Option(min=1, max=1000, help="Concurrent callers.")] = None,
+    ) -> None:
+        """The broker's time for each operation, and its throughput."""
+        _run("broker", _settings("broker", quick, turns=turns, workers=workers), json_path)
