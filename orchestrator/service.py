@@ -21,6 +21,7 @@ from backends.managed import EngineSettings, ManagedEngine, ManagedEngineError
 from backends.protocol import Backend, EngineInfo, EngineUnavailable, KvLayout
 from orchestrator.broker import Broker, OutputReader
 from orchestrator.broker.embedded import EmbeddedValkey, EmbeddedValkeyError
+from orchestrator.broker.pool import PatientPool
 from orchestrator.config import Backend as BackendConfig
 from orchestrator.config import Config
 from orchestrator.dispatcher import Dispatcher, DispatcherOptions
@@ -28,6 +29,7 @@ from orchestrator.gateway.app import create_app
 from orchestrator.gateway.server import serve
 
 COMMAND_TIMEOUT_S = 5.0
+COMMAND_CONNECTIONS = 32
 RESTART_PAUSE_S = 1.0
 CLOSE_BOUND_S = 5.0
 
@@ -79,7 +81,10 @@ async def _redis(config: Config, tasks: anyio.abc.TaskGroup) -> AsyncIterator[tu
             valkey = await stack.enter_async_context(EmbeddedValkey(config.redis.state_dir))
             tasks.start_soon(_keep_valkey, valkey)
             url = valkey.url
-        commands: Redis = Redis.from_url(url, socket_timeout=COMMAND_TIMEOUT_S)
+        pool: PatientPool = PatientPool.from_url(
+            url, max_connections=COMMAND_CONNECTIONS, socket_timeout=COMMAND_TIMEOUT_S
+        )
+        commands: Redis = Redis.from_pool(pool)
         blocking: Redis = Redis.from_url(url, socket_timeout=None)
         stack.push_async_callback(_shielded, commands.aclose)
         stack.push_async_callback(_shielded, blocking.aclose)

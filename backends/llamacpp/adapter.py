@@ -6,9 +6,8 @@ reuse within two milliseconds fails without an answer.
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 import aiohttp
@@ -18,10 +17,12 @@ import orjson
 from httpx_aiohttp import AiohttpTransport
 
 from backends.llamacpp.chat import ChatGeneration
+from backends.llamacpp.measure import kv_bytes_per_token
 from backends.llamacpp.tokens import TokenGeneration
-from backends.llamacpp.wire import error_of, unavailable
+from backends.llamacpp.wire import TRANSPORT_ERRORS, EngineUnreachable, error_of, unavailable
 from backends.protocol import (
     Backend,
+    BackendError,
     EngineInfo,
     EngineSlot,
     EngineUnavailable,
@@ -35,6 +36,7 @@ ASK_S = 60.0
 HEALTH_S = 20.0
 UNKNOWN_BATCH_PIECE = 512
 SERVER_BATCH = 2048
+UNREACHABLE_S = 1.0
 
 _REASONING_MARKS = ("<think", "reasoning_content", "<|channel|>", "enable_thinking", "[THINK]")
 _CHAT_PARSER_FIELDS = (
@@ -57,7 +59,12 @@ class LlamaCppOptions:
 
     `kv_layout` None is taken as split, the server's default when the number of slots is given.
     `batch_tokens` is the server's ``-b``. `piece_tokens`: send prompts in pieces of that many tokens,
-    0 never; None: in pieces of 512 unless `batch_tokens` is at most that.
+    0 never; None: in pieces of 512 unless `batch_tokens` is at most that. `save_path`: the folder that
+    the engine saves slots to, when this process can reach it too.
+
+    `stop_bound_s`: how long a slot may take to go idle after its stream was closed. `silence_s`: how
+    long an open stream may say nothing before the slot is looked at. A prefill of any length says
+    something after every batch, so only a batch longer than this costs a look.
     """
 
     kv_layout: KvLayout | None = None
@@ -65,6 +72,9 @@ class LlamaCppOptions:
     piece_tokens: int | None = None
     kv_bytes_per_token: int | None = None
     model: str | None = None
+    save_path: Path | None = None
+    stop_bound_s: float = 30.0
+    silence_s: float = 120.0
 
 
 class LlamaCppBackend(Backend):
@@ -83,6 +93,9 @@ class LlamaCppBackend(Backend):
         self.native_park = False
         self.piece_tokens = self._piece_tokens()
         self.batch_tokens = self._options.batch_tokens or SERVER_BATCH
+        self.stop_bound_s = self._options.stop_bound_s
+        self.silence_s = self._options.silence_s
+        self.pieces_in_slot: dict[int, list[int]] = {}
 
     def _piece_tokens(self) -> int:
         options = self._options
@@ -92,25 +105,30 @@ class LlamaCppBackend(Backend):
         return 0 if bounded else UNKNOWN_BATCH_PIECE
 
     async def describe(self) -> EngineInfo:
-        props = await self._ask("GET", "/props")
-        slots = await self._ask("GET", "/slots")
+        props = await self.ask("GET", "/props")
+        slots = await self.ask("GET", "/slots")
         if not isinstance(props, dict) or not isinstance(slots, list) or not slots:
             raise EngineUnavailable("the engine lists no slots; start it with --slots")
-        context = int(slots[0].get("n_ctx") or props["default_generation_settings"]["n_ctx"])
+        context = _context(props, slots)
         layout = self._options.kv_layout or KvLayout.SPLIT
         alias = str(props.get("model_alias") or props.get("model_path") or "model")
         template = str(props.get("chat_template") or "")
         self.native_park = "is_preempted" in slots[0]
+        per_token = self._options.kv_bytes_per_token
+        if per_token is None and self._info is not None:
+            per_token = self._info.kv_bytes_per_token
+        if per_token is None and self._options.save_path is not None:
+            per_token = await kv_bytes_per_token(self, self._options.save_path, len(slots) - 1)
         self._info = EngineInfo(
             model=self._options.model or PurePath(alias).stem,
             engine_slots=len(slots),
             slot_context=context,
             kv_layout=layout,
             kv_budget_tokens=context if layout is KvLayout.UNIFIED else context * len(slots),
-            kv_bytes_per_token=self._options.kv_bytes_per_token,
+            kv_bytes_per_token=per_token,
             batch_tokens=self._options.batch_tokens,
             native_park=self.native_park,
-            save_restore=bool(props.get("slot_save_path")),
+            save_restore=self._options.save_path is not None,
             reasoning_template=any(mark in template for mark in _REASONING_MARKS),
         )
         return self._info
@@ -118,23 +136,26 @@ class LlamaCppBackend(Backend):
     async def healthy(self) -> bool:
         try:
             response = await self._client.get("/health", timeout=HEALTH_S)
-        except (httpx.HTTPError, OSError):
+        except TRANSPORT_ERRORS:
             return False
         return response.status_code == 200
 
     async def slots(self) -> list[EngineSlot]:
-        return [
-            EngineSlot(
-                id=int(slot["id"]),
-                processing=bool(slot["is_processing"]),
-                parked=bool(slot.get("is_preempted")),
-                context=int(slot.get("n_ctx", 0)),
-            )
-            for slot in await self._ask("GET", "/slots")
-        ]
+        try:
+            return [
+                EngineSlot(
+                    id=int(slot["id"]),
+                    processing=bool(slot["is_processing"]),
+                    parked=bool(slot.get("is_preempted")),
+                    context=int(slot.get("n_ctx", 0)),
+                )
+                for slot in await self.ask("GET", "/slots")
+            ]
+        except (TypeError, KeyError, ValueError, AttributeError):
+            raise EngineUnavailable("the engine lists its slots in an unknown shape") from None
 
     async def erase(self, slot: int) -> None:
-        await self._ask("POST", f"/slots/{slot}?action=erase", {})
+        await self.ask("POST", f"/slots/{slot}?action=erase", {})
 
     async def count_tokens(self, api: str, body: dict[str, Any]) -> int:
         if api == "chat":
@@ -173,13 +194,13 @@ class LlamaCppBackend(Backend):
 
     async def render(self, body: dict[str, Any]) -> str:
         """The prompt text of a chat request, by the server's template."""
-        reply = await self._ask("POST", "/apply-template", body)
+        reply = await self.ask("POST", "/apply-template", body)
         return str(reply["prompt"])
 
     async def tokenize(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids of a prompt; `special`: with a leading BOS and parsed control tokens."""
         body = {"content": text, "add_special": special, "parse_special": special}
-        reply = await self._ask("POST", "/tokenize", body)
+        reply = await self.ask("POST", "/tokenize", body)
         return [int(token) for token in reply["tokens"]]
 
     async def open_stream(self, path: str, body: dict[str, Any]) -> httpx.Response:
@@ -196,44 +217,69 @@ class LlamaCppBackend(Backend):
         )
         try:
             response = await self._client.send(request, stream=True)
-            if response.status_code != 200:
-                failure = error_of(response.status_code, await response.aread())
+            if response.status_code == 200:
+                return response
+            try:
+                with anyio.fail_after(ASK_S):
+                    failure = error_of(response.status_code, await response.aread())
+            finally:
                 await response.aclose()
-                raise failure
-        except (httpx.HTTPError, OSError) as error:
+        except TRANSPORT_ERRORS as error:
             raise unavailable(error) from None
-        return response
+        raise failure
 
     async def wait_idle(self, slot: int, bound_s: float) -> bool:
-        """Wait until the engine says that the slot does not decode; False past the bound."""
+        """Wait until the engine says that the slot does not decode; False past the bound.
+
+        Raises EngineUnavailable once nobody has been listening there for a second: then no slot decodes.
+        """
         with anyio.CancelScope(shield=True), anyio.move_on_after(bound_s):
             pause = 0.0
+            unreachable_since: float | None = None
             while True:
-                with contextlib.suppress(EngineUnavailable):
+                try:
                     state = (await self.slots())[slot]
                     if not state.processing and not state.parked:
                         return True
+                    unreachable_since = None
+                except EngineUnreachable:
+                    now = anyio.current_time()
+                    unreachable_since = unreachable_since or now
+                    if now - unreachable_since >= UNREACHABLE_S:
+                        raise
+                except (BackendError, IndexError):
+                    unreachable_since = None
                 await anyio.sleep(pause)
                 pause = min(pause + 0.005, 0.1)
         return False
 
+    async def slot_report(self, slot: int) -> dict[str, Any] | None:
+        """All that the engine says of a slot; None when it does not answer."""
+        try:
+            report = (await self.ask("GET", "/slots"))[slot]
+        except (BackendError, IndexError, KeyError, TypeError):
+            return None
+        return report if isinstance(report, dict) else None
+
     async def park(self, slot: int) -> bool:
         """Park a processing slot natively; False when the engine did not."""
-        with contextlib.suppress(EngineUnavailable, Exception):
-            reply = await self._ask("POST", f"/slots/{slot}?action=park", {})
-            return bool(reply.get("is_preempted", True))
-        return False
+        try:
+            reply = await self.ask("POST", f"/slots/{slot}?action=park", {})
+        except BackendError:
+            return False
+        return isinstance(reply, dict) and bool(reply.get("is_preempted", True))
 
     async def unpark(self, slot: int) -> None:
         """Let a parked slot go on."""
-        await self._ask("POST", f"/slots/{slot}?action=unpark", {})
+        await self.ask("POST", f"/slots/{slot}?action=unpark", {})
 
-    async def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+    async def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        """One JSON request and its answer. Raises EngineRefused, EngineUnavailable."""
         content = None if body is None else orjson.dumps(body)
         headers = {"Content-Type": "application/json"} if content else None
         try:
             response = await self._client.request(method, path, content=content, headers=headers)
-        except (httpx.HTTPError, OSError) as error:
+        except TRANSPORT_ERRORS as error:
             raise unavailable(error) from None
         if response.status_code != 200:
             raise error_of(response.status_code, response.content)
@@ -244,6 +290,13 @@ class LlamaCppBackend(Backend):
 
 
 _PLAIN = {"role", "content", "name"}
+
+
+def _context(props: dict[str, Any], slots: list[Any]) -> int:
+    try:
+        return int(slots[0].get("n_ctx") or props["default_generation_settings"]["n_ctx"])
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise EngineUnavailable("the engine does not tell its context size") from None
 
 
 def _session() -> aiohttp.ClientSession:

@@ -29,9 +29,9 @@ class ChatGeneration(LlamaGeneration):
     def __init__(
         self, backend: LlamaCppBackend, body: dict[str, Any], max_tokens: int, so_far: ReplySoFar | None
     ) -> None:
-        super().__init__(backend)
+        super().__init__(backend, max_tokens)
         self._body = {key: value for key, value in body.items() if key not in _DROPPED}
-        self._max_tokens = max_tokens
+        self._called = False
         self._reasoning = ""
         self._content = ""
         self._held: list[dict[str, Any]] = []
@@ -43,31 +43,39 @@ class ChatGeneration(LlamaGeneration):
             for part in so_far.parts:
                 self._reasoning += part.get("reasoning_content") or ""
                 self._content += part.get("content") or ""
+                self._called = self._called or "tool_calls" in part
 
     def _messages_so_far(self) -> dict[str, Any]:
         """The request's messages with the reply so far, to be continued."""
         if not self._content and not self._reasoning:
             return self._body
+        messages = self._body["messages"]
         said: dict[str, Any] = {"role": "assistant", "content": self._content}
         if self._reasoning:
             said["reasoning_content"] = self._reasoning
+        if messages and messages[-1].get("role") == "assistant":
+            # The client began the reply itself, and an engine takes one such message only.
+            messages, said = messages[:-1], _joined(messages[-1], said)
         return {
             **self._body,
-            "messages": [*self._body["messages"], said],
+            "messages": [*messages, said],
             "continue_final_message": "content" if self._content else "reasoning_content",
             "add_generation_prompt": False,
         }
 
-    async def _request(self, slot: int) -> tuple[str, dict[str, Any]] | Finished:
-        left = self._max_tokens - self.n_done
-        if left <= 0:
-            return Finished("length", self.n_done, self.kv_tokens)
+    def _over(self) -> Finished | None:
+        # Calls are forwarded in one part, once the reply is complete: only its end was lost.
+        if self._called and self.n_done < self._max_tokens:
+            return Finished("tool_calls", self.n_done, self.kv_tokens)
+        return super()._over()
+
+    async def _request(self, slot: int) -> tuple[str, dict[str, Any]]:
         self._segment_start = self._predicted = self.n_done
         self._held = []
         self._finish = None
         return "/v1/chat/completions", {
             **self._messages_so_far(),
-            "max_tokens": left,
+            "max_tokens": self._max_tokens - self.n_done,
             "id_slot": slot,
             "cache_prompt": True,
             "stream": True,
@@ -111,10 +119,51 @@ class ChatGeneration(LlamaGeneration):
         self.n_done = self._predicted
 
     def _forward_held(self, sink: Sink) -> None:
-        for index, part in enumerate(self._held):
-            sink.delta(part, self._predicted - self.n_done if index == 0 else 0, [])
+        if self._held:
+            sink.delta(_merged(self._held), self._predicted - self.n_done, [])
             self.n_done = self._predicted
         self._held = []
 
     def _roll_back(self) -> None:
         self._held = []
+
+
+def _joined(begun: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:
+    """The client's own beginning of the reply, gone on with."""
+    content = begun.get("content") or ""
+    if isinstance(content, list):
+        return {**begun, **said, "content": [*content, {"type": "text", "text": said["content"]}]}
+    joined = {**begun, "content": content + said["content"]}
+    reasoning = (begun.get("reasoning_content") or "") + said.get("reasoning_content", "")
+    return {**joined, "reasoning_content": reasoning} if reasoning else joined
+
+
+def _merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Several deltas as one, each call whole: whoever has some of a reply's calls has all of them."""
+    whole: dict[str, Any] = {}
+    calls: dict[int, dict[str, Any]] = {}
+    for part in parts:
+        for name, value in part.items():
+            if name == "tool_calls":
+                for piece in value:
+                    _add_piece(calls.setdefault(int(piece.get("index") or 0), {}), piece)
+            elif name == "_logprobs":
+                logprobs = whole.setdefault(name, {})
+                for kind, entries in value.items():
+                    logprobs[kind] = [*logprobs.get(kind, []), *(entries or [])]
+            elif isinstance(value, str):
+                whole[name] = whole.get(name, "") + value
+            else:
+                whole[name] = value
+    if calls:
+        whole["tool_calls"] = [calls[index] for index in sorted(calls)]
+    return whole
+
+
+def _add_piece(call: dict[str, Any], piece: dict[str, Any]) -> None:
+    function = call.get("function", {})
+    for name, value in (piece.get("function") or {}).items():
+        if value:
+            function[name] = function.get(name, "") + value if name == "arguments" else value
+    call.update({name: value for name, value in piece.items() if value is not None and name != "function"})
+    call["function"] = {"arguments": "", **function}

@@ -9,11 +9,16 @@ Two ways to preempt, behind one ``run``:
 - *Parking*, where the server can park a processing slot: task, sampler and stream stay alive, the
   stream carries ``: preempted``, and the next segment unparks the slot and reads on.
 
+A stream has no read timeout: a turn may wait for its slot, and a prefill may take minutes. What ends a
+silent one is the engine's own account of the slot, asked for after `silence_s` without a sound: a slot
+that is idle, that no longer answers, or that has not moved between two such looks.
+
 A subclass says what a request looks like and what its events mean.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from abc import abstractmethod
 from collections.abc import AsyncIterator
@@ -23,14 +28,20 @@ import anyio
 import httpx
 import orjson
 
-from backends.llamacpp.wire import SseParser, error_of, unavailable
+from backends.llamacpp.wire import TRANSPORT_ERRORS, SseParser, error_of, unavailable
 from backends.protocol import BackendError, Cut, EngineRefused, EngineUnavailable, Finished, Generation, Sink
 
 if TYPE_CHECKING:
     from backends.llamacpp.adapter import LlamaCppBackend
 
-STOP_BOUND_S = 30.0
 PARKED = ": preempted"
+RESUMED = ": resumed"
+
+# A stream that was closed before the engine said anything was most likely still in its queue, behind
+# somebody else's request in the slot: no reason to wait until that is done.
+UNSTARTED_BOUND_S = 2.0
+# Whoever cancels a segment from outside may be in a hurry, such as a service that ends.
+CANCEL_BOUND_S = 5.0
 
 
 class _Stream:
@@ -38,12 +49,13 @@ class _Stream:
 
     def __init__(self, response: httpx.Response) -> None:
         self._response = response
-        self._chunks = response.aiter_raw()
         self._parser = SseParser()
 
     async def groups(self) -> AsyncIterator[list[dict[str, Any] | str]]:
         """Events in the groups in which they arrived."""
-        async for chunk in self._chunks:
+        # Not `aiter_raw`: two generators fewer on the way of every token.
+        assert isinstance(self._response.stream, httpx.AsyncByteStream)
+        async for chunk in self._response.stream:
             yield list(self._parser.feed(chunk))
 
     async def flat(self) -> AsyncIterator[dict[str, Any]]:
@@ -53,7 +65,7 @@ class _Stream:
                 for event in group:
                     if isinstance(event, dict):
                         yield event
-        except (httpx.HTTPError, OSError) as error:
+        except TRANSPORT_ERRORS as error:
             raise unavailable(error) from None
 
     async def close(self) -> None:
@@ -64,25 +76,29 @@ class _Stream:
 class LlamaGeneration(Generation):
     """Segments of one turn; subclasses build requests and read events."""
 
-    def __init__(self, backend: LlamaCppBackend) -> None:
+    def __init__(self, backend: LlamaCppBackend, max_tokens: int) -> None:
         self._backend = backend
-        self._scope: anyio.CancelScope | None = None
+        self._max_tokens = max_tokens
+        self._tasks: anyio.abc.TaskGroup | None = None
         self._cut = False
+        self._silent = False
         self._preempted_at = 0.0
         self._asked: anyio.Event | None = None
         self._parked: _Stream | None = None
+        self._parked_by_server = False
         self._started = False
         self._slot = self._kv_slot = -1
         self.prompt_tokens = 0
         self.n_done = 0
         self.kv_tokens = 0
         self._prefilled = 0
+        self._done_before = 0
 
     # What subclasses provide -----------------------------------------------------------------------
 
     @abstractmethod
-    async def _request(self, slot: int) -> tuple[str, dict[str, Any]] | Finished:
-        """Path and body of the next segment's request, or the end if nothing is left to generate."""
+    async def _request(self, slot: int) -> tuple[str, dict[str, Any]]:
+        """Path and body of the next segment's request."""
 
     @abstractmethod
     def _read(self, event: dict[str, Any], sink: Sink) -> Finished | None:
@@ -96,79 +112,124 @@ class LlamaGeneration(Generation):
     async def _prompt_to_prefill(self, at_least: int) -> list[int]:
         """The next segment's prompt as token ids; may be empty when it is shorter than `at_least`."""
 
+    def _over(self) -> Finished | None:
+        """The end, when what was forwarded is the whole reply and only the word that it is was lost."""
+        return Finished("length", self.n_done, self.kv_tokens) if self.n_done >= self._max_tokens else None
+
     # Generation ------------------------------------------------------------------------------------
 
     async def run(self, slot: int, sink: Sink) -> Finished | Cut:
-        self._started = False
+        if self._parked is not None and slot != self._kv_slot:
+            await self.discard()
+        self._started = self._silent = False
         self._sink = sink
         self._slot = slot
+        self._done_before = self.n_done
         if slot != self._kv_slot:
             self.kv_tokens = self._prefilled = 0
+        was_asked = not self._cut
         result: Finished | None = None
-        if not self._cut:
-            self._kv_slot = slot
-            with anyio.CancelScope() as self._scope:
-                try:
-                    result = await self._run_segment(slot)
-                except anyio.get_cancelled_exc_class():
-                    if not self._cut:  # from outside: the slot must not go on decoding for nobody
-                        await self._backend.wait_idle(slot, STOP_BOUND_S)
-                    raise
-                finally:
-                    self._scope = None
-        self._cut, was_cut = False, self._cut
-        if result is not None:
-            return result
-        assert was_cut
-        return await self._stopped(slot)
-
-    async def _run_segment(self, slot: int) -> Finished | None:
-        """One segment to its end; None when the server parked the turn."""
-        if self._parked is not None:
-            stream, self._parked = self._parked, None
-            await self._backend.unpark(slot)
-            whole = self.prompt_tokens + self.n_done
-            self._mark_started(whole, whole)
-        else:
-            if self._backend.piece_tokens:
-                await self._prefill(slot, self._backend.piece_tokens)
-            request = await self._request(slot)
-            if isinstance(request, Finished):
-                return request
-            stream = _Stream(await self._backend.open_stream(*request))
         try:
-            return await self._consume(stream)
+            if was_asked:
+                self._kv_slot = slot
+                result = await self._watched_segment(slot)
+        except BackendError:
+            self._kv_slot = -1
+            raise
         finally:
-            if stream is not self._parked:
-                await stream.close()
+            self._cut = False
+        return await self._stopped(slot, was_asked) if result is None else result
 
     def preempt(self) -> None:
         if self._cut:
             return
         self._cut = True
         self._preempted_at = time.monotonic()
-        if self._asked is not None:
+        if self._asked is not None and not self._parked_by_server:
             self._asked.set()
-        elif self._scope is not None:
-            self._scope.cancel()
+        elif self._tasks is not None:
+            self._tasks.cancel_scope.cancel()
 
     async def discard(self) -> None:
+        """Returns once the stream is closed; the server frees the slot at its next step."""
         self._kv_slot = -1
         if self._parked is not None:
             stream, self._parked = self._parked, None
             await stream.close()
             self._roll_back()
-            await self._backend.wait_idle(self._slot, STOP_BOUND_S)
 
     # Inside ----------------------------------------------------------------------------------------
 
-    async def _stopped(self, slot: int) -> Cut:
-        if self._parked is None:
+    async def _watched_segment(self, slot: int) -> Finished | None:
+        """One segment to its end; None when it was preempted."""
+        result: Finished | None = None
+        failure: Exception | None = None
+        async with anyio.create_task_group() as self._tasks:
+            self._tasks.start_soon(self._watch_silence, slot)
+            try:
+                result = await self._segment(slot)
+            except anyio.get_cancelled_exc_class():
+                if not self._cut and not self._silent:  # the slot must not go on decoding for nobody
+                    with contextlib.suppress(BackendError):
+                        await self._backend.wait_idle(slot, CANCEL_BOUND_S)
+                raise
+            except Exception as error:
+                failure = error
+            finally:
+                tasks, self._tasks = self._tasks, None
+            tasks.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
+        if self._silent and result is None:
+            raise EngineUnavailable("the engine fell silent in the middle of a turn")
+        return result
+
+    async def _segment(self, slot: int) -> Finished | None:
+        over = self._over()
+        if over is not None:
+            whole = self.prompt_tokens + self.n_done
+            self._mark_started(whole, whole)
+            return over
+        stream = await self._unparked(slot)
+        if stream is None:
+            if self._backend.piece_tokens:
+                await self._prefill(slot, self._backend.piece_tokens)
+            stream = _Stream(await self._backend.open_stream(*await self._request(slot)))
+        try:
+            return await self._consume(stream)
+        finally:
+            if stream is not self._parked:
+                await stream.close()
+
+    async def _unparked(self, slot: int) -> _Stream | None:
+        """The stream of the parked turn, which goes on now; None when there is none (any more)."""
+        stream, self._parked = self._parked, None
+        if stream is None:
+            return None
+        goes_on = False
+        try:
+            await self._backend.unpark(slot)
+            goes_on = True
+        except EngineRefused:  # not parked any more: the engine was restarted, or let it go on by itself
             self._roll_back()
-            if not await self._backend.wait_idle(slot, STOP_BOUND_S):
-                raise EngineUnavailable(
-                    f"slot {slot} still decodes {STOP_BOUND_S:.0f} s after it was stopped"
-                )
+            return None
+        finally:
+            if not goes_on:
+                await stream.close()
+        whole = self.prompt_tokens + self.n_done
+        self._mark_started(whole, whole)
+        return stream
+
+    async def _stopped(self, slot: int, was_asked: bool) -> Cut:
+        if self._parked is None and was_asked:
+            self._roll_back()
+            bound_s = self._backend.stop_bound_s if self._started else UNSTARTED_BOUND_S
+            if not await self._backend.wait_idle(slot, bound_s):
+                self._kv_slot = -1
+                if self._started:
+                    raise EngineUnavailable(f"slot {slot} still decodes {bound_s:.0f} s after it was stopped")
+            elif self.n_done > self._done_before:
+                self._prefilled = self.prompt_tokens + self.n_done
         return Cut(
             self.kv_tokens, resident=self._kv_slot == slot, stop_s=time.monotonic() - self._preempted_at
         )
@@ -176,11 +237,14 @@ class LlamaGeneration(Generation):
     async def _prefill(self, slot: int, size: int) -> None:
         """Bring the prompt in by pieces; between two of them the turn can be stopped.
 
-        Each piece is a request that generates (almost) nothing and leaves its KV in the slot.
+        Each piece is a request that generates (almost) nothing and leaves its KV in the slot. A piece
+        also cuts the slot's KV off at its own end, so none is sent for what the slot holds already.
         """
         ids = await self._prompt_to_prefill(size)
+        held = self._backend.pieces_in_slot
+        known = max(self._prefilled, _common_prefix(held.pop(slot, []), ids))
         for end in range(size, len(ids), size):
-            if end <= self._prefilled:
+            if end <= known:
                 continue
             body = {
                 "prompt": ids[:end],
@@ -198,33 +262,27 @@ class LlamaGeneration(Generation):
                     self._see_progress(event, len(ids))
             finally:
                 await stream.close()
+        held[slot] = ids
 
     async def _consume(self, stream: _Stream) -> Finished | None:
         """Read to the end, or to the point where the server has parked the turn (None)."""
-        if not self._backend.native_park:
+        if not self._backend.native_park or self._tasks is None:
             return await self._read_all(stream)
         self._asked = anyio.Event()
-        result: Finished | None = None
-        failure: BackendError | None = None
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._park_when_asked, self._asked)
-            try:
-                result = await self._read_all(stream)
-                if result is None:
-                    self._parked = stream
-            except BackendError as error:
-                failure = error
-            finally:
-                self._asked = None
-            tasks.cancel_scope.cancel()
-        if failure is not None:
-            raise failure
+        self._parked_by_server = False
+        self._tasks.start_soon(self._park_when_asked, self._asked)
+        try:
+            result = await self._read_all(stream)
+        finally:
+            self._asked = None
+        if result is None:
+            self._parked = stream
         return result
 
     async def _park_when_asked(self, asked: anyio.Event) -> None:
         await asked.wait()
-        if not await self._backend.park(self._slot) and self._scope is not None:
-            self._scope.cancel()
+        if not await self._backend.park(self._slot) and self._tasks is not None:
+            self._tasks.cancel_scope.cancel()
 
     async def _read_all(self, stream: _Stream) -> Finished | None:
         try:
@@ -233,15 +291,46 @@ class LlamaGeneration(Generation):
                     if isinstance(event, str):
                         if event == PARKED and self._cut:
                             return None
+                        self._hear(event)
                         continue
                     self._raise_on_error(event)
                     self._see_progress(event)
                     result = self._read(event, self._sink)
                     if result is not None:
                         return result
-        except (httpx.HTTPError, OSError) as error:
+        except TRANSPORT_ERRORS as error:
             raise unavailable(error) from None
         raise EngineUnavailable("the engine ended the stream before the reply was complete")
+
+    def _hear(self, comment: str) -> None:
+        """The server parks and resumes on its own account as well, when its memory runs short."""
+        if comment == PARKED:
+            self._parked_by_server = True
+        elif comment == RESUMED:
+            self._parked_by_server = False
+
+    def _heard(self) -> tuple[bool, int, int, int]:
+        """Changes with everything the engine tells of its progress."""
+        return self._started, self.n_done, self.kv_tokens, self._prefilled
+
+    async def _watch_silence(self, slot: int) -> None:
+        """End the segment when the engine neither says nor does anything for it any more."""
+        last: dict[str, Any] | None = None
+        while True:
+            heard = self._heard()
+            await anyio.sleep(self._backend.silence_s)
+            if self._heard() != heard:
+                last = None
+                continue
+            report = await self._backend.slot_report(slot)
+            if self._heard() != heard or (report is not None and report.get("is_preempted")):
+                continue
+            if report is None or not report.get("is_processing") or report == last:
+                if self._tasks is not None and not self._cut:
+                    self._silent = True
+                    self._tasks.cancel_scope.cancel()
+                return
+            last = report
 
     def _see_progress(self, event: dict[str, Any], prompt_tokens: int | None = None) -> None:
         progress = event.get("prompt_progress")
@@ -264,3 +353,14 @@ class LlamaGeneration(Generation):
         if "error" in event:
             error = error_of(200, orjson.dumps(event))
             raise error if isinstance(error, EngineRefused) else EngineUnavailable(str(error))
+
+
+def _common_prefix(left: list[int], right: list[int]) -> int:
+    low, high = 0, min(len(left), len(right)) + 1
+    while low < high - 1:
+        middle = (low + high) // 2
+        if left[low:middle] == right[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low

@@ -56,10 +56,9 @@ class TokenGeneration(LlamaGeneration):
         max_tokens: int,
         so_far: ReplySoFar | None,
     ) -> None:
-        super().__init__(backend)
+        super().__init__(backend, max_tokens)
         self._api = api
         self._body = body
-        self._max_tokens = max_tokens
         self._prompt: str | list[int] | None = None
         self._part = "content" if api == "chat" else "text"
         self._sent: list[int | str] = []
@@ -78,16 +77,13 @@ class TokenGeneration(LlamaGeneration):
             else:
                 self._sent = ["".join(str(part.get(self._part, "")) for part in so_far.parts)]
 
-    async def _request(self, slot: int) -> tuple[str, dict[str, Any]] | Finished:
-        left = self._max_tokens - self.n_done
-        if left <= 0:
-            return Finished("length", self.n_done, self.kv_tokens)
+    async def _request(self, slot: int) -> tuple[str, dict[str, Any]]:
         self._segment_start = self._held_from = self.n_done
         self._held = []
         return "/completion", {
             **self._params,
             "prompt": await self._whole_prompt(),
-            "n_predict": left,
+            "n_predict": self._max_tokens - self.n_done,
             "id_slot": slot,
             "cache_prompt": True,
             "stream": True,

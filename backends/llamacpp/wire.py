@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import aiohttp
 import httpx
 import orjson
 
@@ -16,6 +17,14 @@ from backends.protocol import BackendError, EngineRefused, EngineUnavailable
 MAX_EVENT_BYTES = 16 * 1024 * 1024
 DONE = "[DONE]"
 
+# What a request can raise. aiohttp's own come through where httpx has no counterpart: an answer that is
+# no HTTP at all, for one.
+TRANSPORT_ERRORS = (httpx.HTTPError, aiohttp.ClientError, OSError)
+
+
+class EngineUnreachable(EngineUnavailable):
+    """Nobody listens at the engine's address."""
+
 
 class SseParser:
     """Splits a byte stream into events: a dict for each JSON payload, a str for comments and DONE.
@@ -23,18 +32,25 @@ class SseParser:
     Comments come as ``": text"``. Raises EngineUnavailable on a payload that is not JSON, or too long.
     """
 
-    __slots__ = ("_rest",)
+    __slots__ = ("_rest", "_rest_bytes")
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._rest: list[bytes] = []
+        self._rest_bytes = 0
 
     def feed(self, data: bytes) -> Iterator[dict[str, Any] | str]:
         """Take the next bytes; yield the events that are now complete."""
-        lines = (self._rest + data).split(b"\n") if self._rest else data.split(b"\n")
-        self._rest = lines.pop()
-        if len(self._rest) > MAX_EVENT_BYTES:
-            raise EngineUnavailable("the engine sent an event that never ends")
-        for line in lines:
+        head, newline, tail = data.rpartition(b"\n")
+        if not newline:
+            self._keep(data)
+            return
+        if self._rest:
+            head = b"".join(self._rest) + head
+            self._rest.clear()
+            self._rest_bytes = 0
+        if tail:
+            self._keep(tail)
+        for line in head.split(b"\n"):
             line = line.rstrip(b"\r")
             if not line:
                 continue
@@ -45,6 +61,12 @@ class SseParser:
             elif line.startswith(b"error:"):
                 event = _payload(line[6:].strip())
                 yield {"error": event} if isinstance(event, dict) and "error" not in event else event
+
+    def _keep(self, unfinished: bytes) -> None:
+        self._rest.append(unfinished)
+        self._rest_bytes += len(unfinished)
+        if self._rest_bytes > MAX_EVENT_BYTES:
+            raise EngineUnavailable("the engine sent an event that never ends")
 
 
 def _payload(raw: bytes) -> dict[str, Any] | str:
@@ -83,9 +105,16 @@ def error_of(status: int, body: bytes) -> BackendError:
 
 
 def unavailable(error: Exception) -> EngineUnavailable:
-    """A transport error, named without host or path."""
+    """A transport error, named without host or path.
+
+    The transport reports a refused connection, one not made in time and one that the engine closed
+    unanswered all as a ConnectTimeout; its cause tells them apart.
+    """
+    if isinstance(error, httpx.ConnectError) or isinstance(error.__cause__, _UNREACHED):
+        return EngineUnreachable("the engine cannot be reached")
     if isinstance(error, httpx.TimeoutException) and not isinstance(error, httpx.ConnectTimeout):
         return EngineUnavailable("the engine did not answer in time")
-    if isinstance(error, httpx.ConnectError):
-        return EngineUnavailable("the engine cannot be reached")
     return EngineUnavailable("the engine broke the connection off")
+
+
+_UNREACHED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)

@@ -23,6 +23,7 @@ from orchestrator.turns import FINAL_STATES, IllegalTransition, TurnRequest, Tur
 
 _LUA = files("orchestrator.broker") / "lua"
 STATE_TTL_MS = 5_000
+SNAPSHOT_BATCH = 500
 
 
 class Deposed(Exception):
@@ -82,6 +83,7 @@ class Broker:
         self._cancel = self._script("cancel")
         self._tell = self._script("tell")
         self._lease = self._script("lease")
+        self._note = self._script("note")
 
     def _script(self, name: str) -> Any:
         return self.redis.register_script((_LUA / f"{name}.lua").read_text())
@@ -150,7 +152,9 @@ class Broker:
         """Tell the turn's owner `hold` or `release`. Returns the turn's state, None when unknown."""
         keys = k.Keys(pool)
         event = orjson.dumps({"kind": kind, "turn": turn})
-        state = await self._tell(keys=[keys.turn(turn), keys.events], args=[k.EVENTS_LENGTH, event])
+        state = await self._tell(
+            keys=[keys.turn(turn), keys.events], args=[k.EVENTS_LENGTH, event, int(kind == "hold")]
+        )
         return TurnState(state.decode()) if state else None
 
     async def record(self, pool: str, turn: str) -> TurnRecord | None:
@@ -225,15 +229,17 @@ class Broker:
         keys = k.Keys(pool)
         newest = await self.redis.xrevrange(keys.events, count=1)
         position = newest[0][0].decode() if newest else "0-0"
-        waiting = []
-        for turn in await self.redis.zrange(keys.queue, 0, -1):
-            record = await self.record(pool, turn.decode())
-            if record is not None:
-                request = record.request
-                size = request.size.kv_tokens
-                waiting.append(
-                    PoolEvent("queued", request.id, request.agent, request.priority, record.seq, size)
-                )
+        waiting: list[PoolEvent] = []
+        turns = await self.redis.zrange(keys.queue, 0, -1)
+        for first in range(0, len(turns), SNAPSHOT_BATCH):
+            batch = [turn.decode() for turn in turns[first : first + SNAPSHOT_BATCH]]
+            pipe = self.redis.pipeline(transaction=False)
+            for turn in batch:
+                pipe.hmget(keys.turn(turn), "agent", "priority", "seq", "size_prompt", "size_max")
+            for turn, (agent, *numbers) in zip(batch, await pipe.execute(), strict=True):
+                if agent is not None:
+                    priority, seq, prompt, limit = map(int, numbers)
+                    waiting.append(PoolEvent("queued", turn, agent.decode(), priority, seq, prompt + limit))
         return position, waiting
 
     async def events(self, pool: str, after: str, block_ms: int) -> tuple[str, list[PoolEvent]]:
@@ -311,6 +317,32 @@ class Broker:
             raise Deposed(f"backend {lease.backend}: the lease {lease.value} is lost")
         if reply != b"ok":
             raise IllegalTransition(f"turn {turn} is {reply.decode()}, which does not lead to {target.value}")
+
+    async def note(
+        self,
+        lease: Lease,
+        turn: str,
+        state: TurnState,
+        timeline: bytes,
+        fields: Mapping[str, str | int | float] | None = None,
+    ) -> bool:
+        """Write a timeline line and record fields of a turn that is in `state`; False when it is not.
+
+        Raises Deposed.
+        """
+        keys = k.Keys(lease.pool)
+        reply = await self._note(
+            keys=[keys.turn(turn), keys.timeline(turn), keys.lease(lease.backend)],
+            args=[
+                lease.value,
+                state.value,
+                timeline,
+                *(item for pair in (fields or {}).items() for item in pair),
+            ],
+        )
+        if reply == b"deposed":
+            raise Deposed(f"backend {lease.backend}: the lease {lease.value} is lost")
+        return bool(reply == b"ok")
 
     async def append(self, lease: Lease, appends: Iterable[LogAppend]) -> list[int]:
         """Append to several turns' logs at once; safe to repeat. Returns the logs' lengths.

@@ -17,6 +17,7 @@ class TurnRecord:
 
     `usage` and `error` are set at its end; the counters grow with each segment: `preemptions`,
     `tokens_generated`, `tokens_reevaluated` (prompt tokens that resumes had to evaluate again).
+    `cancelling` and `held` are what its owner was told, for an owner who comes later.
     """
 
     request: TurnRequest
@@ -30,6 +31,8 @@ class TurnRecord:
     finish_reason: str | None
     error: str | None
     tier: str | None
+    cancelling: bool = False
+    held: bool = False
 
     @classmethod
     def decode(cls, fields: dict[bytes, bytes]) -> TurnRecord:
@@ -67,6 +70,8 @@ class TurnRecord:
             finish_reason=text(b"finish_reason") or None,
             error=text(b"error") or None,
             tier=text(b"tier") or None,
+            cancelling=text(b"cancelling") == "1",
+            held=text(b"held") == "1",
         )
 
 

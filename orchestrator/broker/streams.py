@@ -61,6 +61,7 @@ class TurnStream:
     async def next(self, timeout_s: float) -> list[Entry]:
         """The next entries, all that are there; an empty list when none came within `timeout_s`."""
         if not self._pushed and not self._behind:
+            self._wake = anyio.Event()
             with anyio.move_on_after(timeout_s):
                 await self._wake.wait()
         if self._behind or not self._pushed:
@@ -68,7 +69,6 @@ class TurnStream:
             raw = await self._broker.log(self._pool, self.turn, self._next + len(self._pushed))
             if not self._pushed:
                 self._pushed.extend(orjson.loads(line) for line in raw)
-        self._wake = anyio.Event()
         entries = list(self._pushed)
         self._pushed.clear()
         self._next += len(entries)

@@ -11,11 +11,13 @@ to Redis through the outbox (output) or the turn's books (state and timeline). T
 are written in order, under its lock, and never stand in the way of a slot that changes hands.
 
 When the lease is lost everything here stops: streams are closed, and the next owner finds each turn's
-output in its log and goes on from there.
+output in its log and goes on from there. What its owner was told of a turn is in its record as well, so
+that a cancel that came while nobody owned the backend is not lost.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -27,7 +29,16 @@ import orjson
 import structlog
 from redis.exceptions import RedisError
 
-from backends.protocol import Backend, Cut, EngineInfo, EngineRefused, EngineUnavailable, Finished, KvLayout
+from backends.protocol import (
+    Backend,
+    Cut,
+    EngineInfo,
+    EngineRefused,
+    EngineUnavailable,
+    Finished,
+    KvLayout,
+    ReplySoFar,
+)
 from orchestrator.broker import (
     END,
     Broker,
@@ -79,10 +90,14 @@ LEASE_TTL_MS = 6_000
 LEASE_RENEW_S = 2.0
 EVENTS_BLOCK_MS = 5_000
 HEALTH_EVERY_S = 2.0
-STATE_EVERY_S = 0.2
+STATE_EVERY_S = 0.25
 TICK_S = 1.0
 MAX_FAILURES = 5
 STEP_SMOOTHING = 0.05
+
+# What a read of the events may take beyond the wait it asks for, before its connection counts as dead.
+EVENTS_GRACE_S = 5.0
+CLOSE_BOUND_S = 5.0
 
 _T = TypeVar("_T")
 _log = structlog.get_logger(__name__)
@@ -104,6 +119,10 @@ class DispatcherOptions:
     priorities: tuple[int, ...]
 
 
+class _EngineChanged(Exception):
+    """The engine came back as another one: the scheduler's picture of it is wrong."""
+
+
 class Dispatcher:
     """Owns one backend while it runs."""
 
@@ -122,7 +141,6 @@ class Dispatcher:
         self._blocking = blocking
         self._owner = owner
         self.info: EngineInfo | None = None
-        self.healthy = False
         self._step_s: float | None = None
         self._reset()
 
@@ -130,6 +148,8 @@ class Dispatcher:
         self._runs: dict[str, TurnRun] = {}
         self._outbox = Outbox(self._append)
         self._changed = anyio.Event()
+        self._engine_epoch = 0
+        self.healthy = False
 
     # Life ------------------------------------------------------------------------------------------
 
@@ -144,9 +164,23 @@ class Dispatcher:
                 await self._own(lease)
             except* Deposed as group:
                 _log.warning("backend lost to another owner", backend=self.options.name, error=str(group))
+            except* _EngineChanged:
+                _log.warning("the engine is another one now; starting anew", backend=self.options.name)
             finally:
-                with anyio.CancelScope(shield=True), anyio.move_on_after(2):
-                    await self._broker.release(lease)
+                await self._let_go(lease)
+
+    async def _let_go(self, lease: Lease) -> None:
+        """Close what no task holds open, the streams of parked turns, then free the backend."""
+        self.healthy = False
+        with anyio.move_on_after(CLOSE_BOUND_S, shield=True):
+            for run in self._runs.values():
+                if run.generation is not None:
+                    await run.generation.discard()
+        with anyio.move_on_after(2, shield=True):
+            try:
+                await self._broker.release(lease)
+            except (RedisError, OSError) as error:
+                _log.warning("lease not given back; it expires", backend=self.options.name, error=str(error))
 
     async def _acquire(self) -> Lease | None:
         return await self._broker.acquire(self.options.pool, self.options.name, self._owner, LEASE_TTL_MS)
@@ -159,8 +193,9 @@ class Dispatcher:
             self._tasks.start_soon(self._outbox.run)
             self.info = await self._describe()
             self._scheduler = Scheduler(self._policy(self.info))
-            await self._recover()
+            # Before the records are read: what is asked of a turn after that comes as an event.
             position, waiting = await self._retry(lambda: self._broker.snapshot(self.options.pool))
+            await self._recover()
             for event in waiting:
                 self._on_pool_event(event)
             self.healthy = True
@@ -188,6 +223,8 @@ class Dispatcher:
         return Policy(
             decode_slots=decode_slots,
             engine_slots=info.engine_slots,
+            # Half of the spare ones: paused turns stay where they ran, so the others rarely need these.
+            first_slots=(info.engine_slots - decode_slots + 1) // 2,
             kv_budget_tokens=info.kv_budget_tokens if info.kv_layout is KvLayout.UNIFIED else None,
             preemption=options.preemption,
             min_run_s=options.min_run_s,
@@ -205,20 +242,44 @@ class Dispatcher:
             told = replay(log)
             run.entries, run.flushed = list(log), len(log)
             run.n_tokens = told.so_far.n_tokens
-            run.prompt_tokens = record.prompt_tokens
+            run.prompt_tokens = told.prompt_tokens or record.prompt_tokens
+            run.cached_tokens = told.cached_tokens
             run.preemptions, run.reevaluated = record.preemptions, record.tokens_reevaluated
             if told.ended is not None:
-                state = TurnState.DONE if told.ended[0] == END else TurnState.FAILED
-                await self._close_books(run, state, timeline_entry(state.value, recovered=True))
+                await self._close_recovered(run, told.ended)
                 continue
-            run.generation = self._generation(record, told.so_far)
+            request = record.request
+            budget = self._scheduler.policy.kv_budget_tokens
+            if budget is not None and request.size.kv_tokens > budget:
+                need = request.size.kv_tokens
+                message = f"the turn may need {need} tokens of KV; the engine now has {budget}"
+                run.put(error_entry(502, message, "engine_error"))
+                await self._close_recovered(run, orjson.loads(run.entries[-1]))
+                continue
+            self._prepare(run, told.so_far)
             if record.state is TurnState.RUNNING:
                 entry = timeline_entry("interrupted", tokens=run.n_tokens)
                 await self._advance(run, TurnState.PAUSED, entry, {"tier": Tier.DROPPED.value})
-            request = record.request
             self._handle(
                 Recovered(run.id, request.agent, request.priority, record.seq, request.size.kv_tokens)
             )
+            if record.held:
+                self._handle(HoldRequested(run.id))
+            if record.cancelling:
+                self._handle(CancelRequested(run.id))
+
+    async def _close_recovered(self, run: TurnRun, ended: list[Any]) -> None:
+        """Write what a log's last entry says into the turn's record."""
+        del self._runs[run.id]
+        fields = {}
+        if ended[0] == END:
+            state, fields = TurnState.DONE, {"finish_reason": ended[1]}
+            run.n_tokens = ended[2]["completion_tokens"]
+        elif ended[2].get("code") == "cancelled":
+            state = TurnState.CANCELLED
+        else:
+            state, fields = TurnState.FAILED, {"error": ended[2]["message"]}
+        await self._close_books(run, state, timeline_entry(state.value, recovered=True), fields)
 
     # Loops -----------------------------------------------------------------------------------------
 
@@ -230,11 +291,14 @@ class Dispatcher:
     async def _read_events(self, position: str) -> None:
         while True:
             after = position
-            position, events = await self._retry(
-                lambda: self._blocking.events(self.options.pool, after, EVENTS_BLOCK_MS)  # noqa: B023
-            )
+            position, events = await self._retry(lambda: self._events(after))  # noqa: B023
             for event in events:
                 self._on_pool_event(event)
+
+    async def _events(self, after: str) -> tuple[str, list[PoolEvent]]:
+        """The next events. Bounded here, as its client has no timeout of its own; raises TimeoutError."""
+        with anyio.fail_after(EVENTS_BLOCK_MS / 1000 + EVENTS_GRACE_S):
+            return await self._blocking.events(self.options.pool, after, EVENTS_BLOCK_MS)
 
     async def _watch_engine(self) -> None:
         while True:
@@ -244,6 +308,7 @@ class Dispatcher:
 
     async def _publish(self) -> None:
         while True:
+            running = self._report_progress()
             state = orjson.dumps(
                 backend_state(
                     self.options, self.info, self.healthy, self._scheduler.view(), self._runs, self._step_s
@@ -254,9 +319,17 @@ class Dispatcher:
             except (RedisError, OSError):
                 await anyio.sleep(STATE_EVERY_S)
             self._changed = anyio.Event()
-            with anyio.move_on_after(1.0):
-                await self._changed.wait()
+            if not running:
+                with anyio.move_on_after(1.0):
+                    await self._changed.wait()
             await anyio.sleep(STATE_EVERY_S)
+
+    def _report_progress(self) -> bool:
+        """Tell the scheduler how far the running turns are; not with each token, which decides nothing."""
+        running = [run for run in self._runs.values() if run.running]
+        for run in running:
+            self._handle(Progressed(run.id, run.prompt_tokens + run.n_tokens))
+        return bool(running)
 
     async def _tick(self) -> None:
         while True:
@@ -300,9 +373,10 @@ class Dispatcher:
                 if run.generation is not None:
                     run.generation.preempt()
             case Abort(turn):
-                scope = self._runs[turn].scope
-                if scope is not None:
-                    scope.cancel()
+                run = self._runs[turn]
+                run.aborted = True
+                if run.scope is not None:
+                    run.scope.cancel()
             case Discard(turn):
                 self._tasks.start_soon(self._discard, self._runs.pop(turn))
             case MarkDropped(turn):
@@ -317,11 +391,7 @@ class Dispatcher:
         if record is None:
             self._handle(ClaimLost(turn))
             return
-        run = self._new_run(record)
-        try:
-            run.generation = self._generation(record, None)
-        except Exception:
-            _log.exception("a turn's body cannot be read", turn=turn)
+        self._prepare(self._new_run(record), None)
         self._handle(Claimed(turn))
 
     async def _segment(self, run: TurnRun, slot: int, resident: bool) -> None:
@@ -329,6 +399,10 @@ class Dispatcher:
         run.slot = slot
         run.commanded_at = time.monotonic()
         generation = run.generation
+        epoch = self._engine_epoch
+        if run.aborted:  # between the command and this task's first step
+            await self._aborted(run)
+            return
         if generation is None:
             await self._fail(run, 400, "the request's body cannot be read", "invalid_request_error")
             return
@@ -350,23 +424,23 @@ class Dispatcher:
             run.scope = None
         match end:
             case Finished():
-                await self._finished(run, end)
+                await self._finished(run, end, epoch == self._engine_epoch)
             case Cut():
-                await self._cut(run, end)
+                await self._cut(run, end, end.resident and epoch == self._engine_epoch)
             case None:
                 await self._aborted(run)
 
-    async def _finished(self, run: TurnRun, end: Finished) -> None:
+    async def _finished(self, run: TurnRun, end: Finished, resident: bool) -> None:
         del self._runs[run.id]
-        self._handle(Ended(run.id, end.kv_tokens, resident=True))
+        self._handle(Ended(run.id, end.kv_tokens, resident))
         run.n_tokens = end.completion_tokens
         run.put(end_entry(end.finish_reason, run.prompt_tokens, end.completion_tokens, run.cached_tokens))
         entry = timeline_entry("done", finish_reason=end.finish_reason, tokens=end.completion_tokens)
         await self._close_books(run, TurnState.DONE, entry, {"finish_reason": end.finish_reason})
 
-    async def _cut(self, run: TurnRun, end: Cut) -> None:
+    async def _cut(self, run: TurnRun, end: Cut, resident: bool) -> None:
         was_running, run.running = run.running, False
-        self._handle(Paused(run.id, end.kv_tokens, end.resident))
+        self._handle(Paused(run.id, end.kv_tokens, resident))
         if not was_running:
             return
         run.preemptions += 1
@@ -378,14 +452,13 @@ class Dispatcher:
             tokens=run.n_tokens,
             kv_tokens=end.kv_tokens,
         )
-        tier = Tier.RESIDENT if end.resident else Tier.DROPPED
+        tier = Tier.RESIDENT if resident else Tier.DROPPED
         fields = {"preemptions": run.preemptions, "tokens_generated": run.n_tokens, "tier": tier.value}
         await self._advance(run, TurnState.PAUSED, entry, fields, {"preemptions": 1})
 
     async def _aborted(self, run: TurnRun) -> None:
         del self._runs[run.id]
-        kv_tokens = run.prompt_tokens + run.n_tokens
-        self._handle(Ended(run.id, kv_tokens, resident=run.prompt_tokens > 0))
+        self._handle(Ended(run.id, run.prompt_tokens + run.n_tokens, resident=run.running))
         await self._cancelled(run)
 
     async def _discard(self, run: TurnRun) -> None:
@@ -407,8 +480,9 @@ class Dispatcher:
         )
 
     async def _interrupted(self, run: TurnRun, error: EngineUnavailable) -> None:
-        """The engine broke the segment off: try the turn again, but not for ever."""
-        run.failures += 1
+        """The engine broke the segment off: try the turn again, but not for ever without a new token."""
+        run.failures = 1 if run.n_tokens > run.tokens_at_failure else run.failures + 1
+        run.tokens_at_failure = run.n_tokens
         _log.warning("segment interrupted", turn=run.id, error=str(error), failures=run.failures)
         if run.failures >= MAX_FAILURES:
             await self._fail(run, 502, f"the engine failed {run.failures} times: {error}", "engine_error")
@@ -426,10 +500,9 @@ class Dispatcher:
     async def _drop(self, run: TurnRun) -> None:
         if run.generation is not None:
             await run.generation.discard()
-        if not run.running:
-            await self._advance(
-                run, TurnState.PAUSED, timeline_entry("dropped"), {"tier": Tier.DROPPED.value}
-            )
+        entry, fields = timeline_entry("dropped"), {"tier": Tier.DROPPED.value}
+        async with run.books:
+            await self._retry(lambda: self._broker.note(self._lease, run.id, TurnState.PAUSED, entry, fields))
 
     async def _erase(self, slot: int) -> None:
         try:
@@ -448,8 +521,12 @@ class Dispatcher:
         self._tasks.start_soon(self._await_engine)
 
     async def _await_engine(self) -> None:
-        self.info = await self._describe()
+        info = await self._describe()
+        if self._policy(info) != self._scheduler.policy:
+            raise _EngineChanged
+        self.info = info
         self.healthy = True
+        self._engine_epoch += 1
         self._handle(EngineReady())
         _log.info("engine is back", backend=self.options.name)
 
@@ -459,32 +536,30 @@ class Dispatcher:
         run = TurnRun(
             record,
             record.request.gateway,
-            on_output=self._on_output,
+            on_output=self._outbox.put,
             on_started=self._on_started,
             on_step=self._on_step,
         )
         self._runs[run.id] = run
         return run
 
-    def _generation(self, record: TurnRecord, so_far: Any) -> Any:
-        request = record.request
-        body = orjson.loads(request.body)
-        return self._backend.generation(request.api, body, request.size.max_tokens, so_far)
-
-    def _on_output(self, run: TurnRun) -> None:
-        self._outbox.put(run)
-        if run.running:
-            self._handle(Progressed(run.id, run.prompt_tokens + run.n_tokens))
+    def _prepare(self, run: TurnRun, so_far: ReplySoFar | None) -> None:
+        """Give the turn its generation; without one its first segment fails it."""
+        request = run.record.request
+        try:
+            body = orjson.loads(request.body)
+            run.generation = self._backend.generation(request.api, body, request.size.max_tokens, so_far)
+        except Exception:
+            _log.exception("a turn's body cannot be read", turn=run.id)
 
     def _on_started(self, run: TurnRun, prompt_tokens: int, cached_tokens: int) -> None:
         waited_s = time.monotonic() - run.commanded_at
         self._handle(Started(run.id, prompt_tokens))
         run.running = True
-        run.failures = 0
         first = not run.prompt_tokens
         if first:
-            run.prompt_tokens, run.cached_tokens = prompt_tokens, cached_tokens
-            run.status("started")
+            run.prompt_tokens, run.cached_tokens = prompt_tokens - run.n_tokens, cached_tokens
+            run.status("started", prompt_tokens=run.prompt_tokens, cached_tokens=cached_tokens)
             entry = timeline_entry(
                 "started",
                 slot=run.slot,
@@ -492,7 +567,7 @@ class Dispatcher:
                 cached_tokens=cached_tokens,
                 engine_wait_s=round(waited_s, 6),
             )
-            fields: dict[str, str | int | float] = {"prompt_tokens": prompt_tokens}
+            fields: dict[str, str | int | float] = {"prompt_tokens": run.prompt_tokens}
             counters = {}
         else:
             reevaluated = prompt_tokens - cached_tokens
@@ -529,15 +604,31 @@ class Dispatcher:
         fields: Mapping[str, str | int | float] | None = None,
         counters: Mapping[str, int] | None = None,
     ) -> None:
+        def advance() -> Awaitable[None]:
+            return self._broker.advance(self._lease, run.id, state, entry, fields=fields, counters=counters)
+
         async with run.books:
             try:
-                await self._retry(
-                    lambda: self._broker.advance(
-                        self._lease, run.id, state, entry, fields=fields, counters=counters
-                    )
-                )
+                await self._retry(advance)
             except IllegalTransition as error:
-                _log.error("a turn's record disagrees", turn=run.id, error=str(error))
+                _log.warning("a turn's record disagrees", turn=run.id, error=str(error))
+                await self._mend(run, state)
+                try:
+                    await self._retry(advance)
+                except IllegalTransition:
+                    _log.error("a turn's record cannot be mended", turn=run.id)
+
+    async def _mend(self, run: TurnRun, target: TurnState) -> None:
+        """Lead a record from where it is to where `target` may follow.
+
+        A Redis that came back from its file has forgotten up to a second of what it had accepted, and a
+        former owner may have been cut off between the log's end and the record's.
+        """
+        await self._retry(lambda: self._broker.claim(self._lease, run.id))
+        if target in (TurnState.PAUSED, TurnState.DONE):
+            entry = timeline_entry("mended")
+            with contextlib.suppress(IllegalTransition):
+                await self._retry(lambda: self._broker.advance(self._lease, run.id, TurnState.RUNNING, entry))
 
     async def _close_books(
         self,
@@ -549,6 +640,7 @@ class Dispatcher:
         """Let all output reach Redis first: a log without its end would look like a crash."""
         await self._outbox.settle(run)
         totals: dict[str, str | int | float] = {
+            "prompt_tokens": run.prompt_tokens,
             "tokens_generated": run.n_tokens,
             "tokens_reevaluated": run.reevaluated,
             "preemptions": run.preemptions,

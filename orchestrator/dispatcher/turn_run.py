@@ -11,7 +11,7 @@ import anyio
 import orjson
 
 from backends.protocol import Generation, ReplySoFar
-from orchestrator.broker import DELTA, END, ERROR, TurnRecord, delta_entry, status_entry
+from orchestrator.broker import DELTA, END, ERROR, STATUS, TurnRecord, delta_entry, status_entry
 
 
 @dataclass(slots=True)
@@ -34,6 +34,7 @@ class TurnRun:
     books: anyio.Lock = field(default_factory=anyio.Lock)
     scope: anyio.CancelScope | None = None
     running: bool = False
+    aborted: bool = False
     slot: int = -1
     segments: int = 0
     commanded_at: float = 0.0
@@ -45,6 +46,7 @@ class TurnRun:
     reevaluated: int = 0
     resume_s: float = 0.0
     failures: int = 0
+    tokens_at_failure: int = -1
     last_delta: float = 0.0
 
     @property
@@ -77,9 +79,14 @@ class TurnRun:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What an output log tells about a turn that somebody else ran: its reply so far, or its end."""
+    """What an output log tells about a turn that somebody else ran: its reply so far, or its end.
+
+    `prompt_tokens` and `cached_tokens` are the first segment's, 0 when the engine never picked it up.
+    """
 
     so_far: ReplySoFar
+    prompt_tokens: int
+    cached_tokens: int
     ended: list[Any] | None
 
 
@@ -90,6 +97,7 @@ def replay(log: list[bytes]) -> Replay:
     n_tokens = 0
     known = True
     ended = None
+    started: dict[str, Any] = {}
     for line in log:
         entry = orjson.loads(line)
         if entry[0] == DELTA:
@@ -98,6 +106,13 @@ def replay(log: list[bytes]) -> Replay:
             tokens += ids
             n_tokens += count
             known = known and len(ids) == count
+        elif entry[0] == STATUS and entry[1] == "started":
+            started = entry[2]
         elif entry[0] in (END, ERROR):
             ended = entry
-    return Replay(ReplySoFar(parts, tokens if known else None, n_tokens), ended)
+    return Replay(
+        ReplySoFar(parts, tokens if known else None, n_tokens),
+        started.get("prompt_tokens", 0),
+        started.get("cached_tokens", 0),
+        ended,
+    )

@@ -15,17 +15,18 @@ slot: for one step at most, while its victim's stream closes, and not at all whe
 
 After every event:
 
-1. PLACED turns get an engine slot, the most important first, as soon as one is free and, under unified
-   KV, their reservation fits; what is in the way is given up in the order of `slots.py`.
-2. Candidates are the oldest turns of each class, best first: by effective priority (aged), then
-   arrival. One that cannot take a place is passed over; when it is memory that it lacks, only for
-   candidates of higher base priority, so that small turns never starve a large one.
-3. A place is a free decode slot that no outranking claim in flight will need, else that of a turn of
+1. Candidates are the oldest turns of each class, best first: by effective priority (aged), then
+   arrival. One that cannot take a place is passed over, but only for candidates of higher base
+   priority, which may take what it may not; so small turns never starve a large one for memory.
+2. A place is a free decode slot that no outranking claim in flight will need, else that of a turn of
    strictly lower base priority: one PLACED (it steps back) or one RUNNING (it is paused). Under
    unified KV more than one may have to yield for the memory.
-4. A victim is paused in the same step in which the newcomer is placed, never before: nothing is
+3. A victim is paused in the same step in which the newcomer is placed, never before: nothing is
    evicted for a turn that was not admitted.
-5. A WAITING candidate is claimed when it could be placed now, with the claims in flight served first.
+4. A WAITING candidate is claimed when it could be placed now, with the claims in flight served first.
+5. When no candidate is left that could be placed, PLACED turns get an engine slot, the most important
+   first, as soon as one is free and, under unified KV, their reservation fits; what is in the way is
+   given up in the order of `slots.py`. Last, so that nothing starts only to be paused.
 6. Age gives order, no rights: an aged turn preempts nothing and any newcomer above its base priority
    may preempt it. Only a turn that was passed over for it does not take the place straight back.
 """
@@ -92,11 +93,18 @@ class Scheduler:
     def __init__(self, policy: Policy) -> None:
         """The engine counts as lost until the first EngineReady."""
         self.policy = policy
-        self._slots = SlotTable(policy.engine_slots, policy.kv_budget_tokens)
+        self._slots = SlotTable(
+            policy.engine_slots,
+            policy.kv_budget_tokens,
+            first=policy.first_slots,
+            top_priority=max(policy.priorities),
+        )
         self._turns: dict[str, Turn] = {}
         self._owned: dict[str, Turn] = {}
         self._queue = ClassQueue(self._wants_place)
         self._decoding: dict[str, Turn] = {}
+        self._classes: dict[int, int] = {}
+        """How many of the decoding turns there are of each priority; none of none."""
         self._placed: dict[str, Turn] = {}
         self._pausing: dict[str, Turn] = {}
         self._claiming: dict[str, Turn] = {}
@@ -164,9 +172,10 @@ class Scheduler:
             case Tick():
                 pass
         if self._ready:
+            while self._place_one(commands, now):
+                pass
             if self._placed:
                 self._seat_placed(commands, now)
-            self._place(commands, now)
         self.journal.append((now, event, tuple(commands)))
         return commands
 
@@ -299,37 +308,41 @@ class Scheduler:
 
     # Placing ---------------------------------------------------------------------------------------
 
-    def _place(self, commands: list[Command], now: float) -> None:
-        while self._place_one(commands, now):
-            pass
-
     def _place_one(self, commands: list[Command], now: float) -> bool:
         """Claim or place the best candidate that can be; False when there is none."""
+        heads = self._queue.heads()
+        if not heads:
+            return False
         free = self.policy.decode_slots - len(self._decoding)
+        lowest = min(self._classes, default=0)
+        if free <= 0 and heads[0][0] <= lowest:
+            return False
         blocked: int | None = None
-        for turn in self._candidates(now):
+        for turn in self._candidates(heads, now):
             if blocked is not None and turn.priority <= blocked:
+                continue
+            if free <= 0 and turn.priority <= lowest:
                 continue
             ahead = self._ahead_of(turn) if self._claiming else ()
             short = len(ahead) + 1 - free
             below = self._below(turn) if short > 0 or self._slots.budget is not None else []
             if short > len(below):
-                continue
-            if turn.phase is Phase.WAITING:
+                pass
+            elif turn.phase is Phase.WAITING:
                 if self._has_room(turn, below, ahead):
                     self._claim(turn, commands)
                     return True
             else:
                 yielding = self._who_yields(turn, int(short > 0), below, ahead, now)
                 if yielding is not None:
-                    self._admit(turn, yielding, commands, now)
+                    self._admit(turn, yielding, commands)
                     return True
             blocked = turn.priority
         return False
 
-    def _candidates(self, now: float) -> list[Turn]:
+    def _candidates(self, heads: list[tuple[int, str]], now: float) -> list[Turn]:
         found = []
-        for priority, turn_id in self._queue.heads():
+        for priority, turn_id in heads:
             turn = self._turns[turn_id]
             turn.rank = self.policy.effective_priority(priority, now - turn.queued_at)
             found.append(turn)
@@ -353,7 +366,7 @@ class Scheduler:
         self._owned[turn.id] = self._claiming[turn.id] = turn
         commands.append(Claim(turn.id))
 
-    def _admit(self, turn: Turn, yielding: list[Turn], commands: list[Command], now: float) -> None:
+    def _admit(self, turn: Turn, yielding: list[Turn], commands: list[Command]) -> None:
         for other in yielding:
             if other.phase is Phase.RUNNING:
                 self._pause(other, turn.id, commands)
@@ -362,8 +375,8 @@ class Scheduler:
         self._enter(turn, Phase.PLACED)
         turn.placed_in = self._step
         self._decoding[turn.id] = turn
+        self._classes[turn.priority] = self._classes.get(turn.priority, 0) + 1
         self._placed[turn.id] = turn
-        self._seat_placed(commands, now)
 
     def _seat_placed(self, commands: list[Command], now: float) -> None:
         for turn in sorted(self._placed.values(), key=by_priority):
@@ -489,7 +502,7 @@ class Scheduler:
         turn.phase = Phase.PAUSING
         turn.stopping = True
         turn.preemptions += 1
-        self._decoding.pop(turn.id, None)
+        self._give_decode_slot_back(turn)
         self._pausing[turn.id] = turn
         commands.append(Pause(turn.id, by))
 
@@ -522,11 +535,17 @@ class Scheduler:
 
     def _unplace(self, turn: Turn) -> None:
         self._placed.pop(turn.id, None)
-        self._decoding.pop(turn.id, None)
+        self._give_decode_slot_back(turn)
+
+    def _give_decode_slot_back(self, turn: Turn) -> None:
+        if self._decoding.pop(turn.id, None) is not None:
+            left = self._classes.pop(turn.priority) - 1
+            if left:
+                self._classes[turn.priority] = left
 
     def _leave(self, turn: Turn, state: SlotState, kv_tokens: int) -> None:
         slot = self._seat(turn)
-        self._decoding.pop(turn.id, None)
+        self._give_decode_slot_back(turn)
         self._pausing.pop(turn.id, None)
         self._grown.pop(turn.id, None)
         if self._ready:

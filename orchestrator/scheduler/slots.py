@@ -8,6 +8,11 @@ an engine whose pool runs out fails every running turn at once. Until the engine
 up, its slot is charged with what it held before as well, if that is more; and a turn that leaves
 nothing of worth may still leave cells behind, so its slot stays charged until overwritten or erased.
 
+The engine fills its batch in the order of its slots: a turn in a slot *after* one in prefill gets no place
+in the batch, and does not start, before that prefill is over. So the first slots (`Policy.first_slots`)
+are kept for the highest class: others take them only when nothing else is left, and the highest class
+takes the first it can.
+
 Order of giving up, whoever asks: empty slots, then idle cache (of the lowest priority, then the least
 recently used), then resident KV of paused turns (of the lowest priority, then the last to come).
 A paused turn of higher priority than the asker is never touched, unless it is held: an operator's
@@ -74,12 +79,17 @@ class SlotView:
 class SlotTable:
     """The slots of one engine."""
 
-    __slots__ = ("_clock", "budget", "slots")
+    __slots__ = ("_clock", "_first", "_top_priority", "budget", "slots")
 
-    def __init__(self, engine_slots: int, budget: int | None) -> None:
-        """`budget` is the shared pool in tokens under unified KV, None under split KV."""
+    def __init__(self, engine_slots: int, budget: int | None, *, first: int, top_priority: int) -> None:
+        """`budget` is the shared pool in tokens under unified KV, None under split KV.
+
+        `first` slots are kept for turns of `top_priority`.
+        """
         self.slots = [Slot(index) for index in range(engine_slots)]
         self.budget = budget
+        self._first = first
+        self._top_priority = top_priority
         self._clock = 0
 
     def charged(self) -> int:
@@ -121,6 +131,8 @@ class SlotTable:
         best: Slot | None = None
         best_cost: tuple[int, ...] | None = None
         for slot in self.slots:
+            if slot.state is SlotState.BUSY:
+                continue
             cost = self._cost(slot, agent, priority)
             if cost is not None and (best_cost is None or cost < best_cost):
                 best, best_cost = slot, cost
@@ -177,16 +189,15 @@ class SlotTable:
             for slot in self.slots
         )
 
-    @staticmethod
-    def _cost(slot: Slot, agent: str, priority: int) -> tuple[int, ...] | None:
-        if slot.state is SlotState.IDLE:
-            if slot.agent is None:
-                return (1, slot.id)
+    def _cost(self, slot: Slot, agent: str, priority: int) -> tuple[int, ...] | None:
+        top = priority >= self._top_priority
+        kept = slot.id < self._first and not top
+        if slot.state is SlotState.IDLE and slot.agent is not None:
             if slot.agent == agent:
-                return (0, -slot.order)
-            return (2, slot.priority, slot.order)
-        if slot.state is SlotState.EMPTY:
-            return (1, slot.id)
+                return (0, 0, -slot.order)
+            return (2, kept, slot.priority, slot.id if top and self._first else slot.order)
+        if slot.state in (SlotState.EMPTY, SlotState.IDLE):
+            return (2 if kept else 1, kept, slot.id)
         if slot.state is SlotState.PAUSED and slot.guard <= priority:
             return (3, slot.priority, -slot.order)
         return None

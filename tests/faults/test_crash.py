@@ -132,7 +132,7 @@ async def test_a_turn_survives_a_killed_engine(
     # may part ways after the crash, never before it.
     assert whole.text.startswith(before)
     assert seen.text.startswith(before)
-    assert seen.marks == ["started", "paused", "resumed"]
+    assert [mark for mark in seen.marks if mark != "keep-alive"] == ["started", "paused", "resumed"]
     assert seen.finish_reason == "length"
     assert seen.usage is not None
     assert seen.usage["completion_tokens"] == 200

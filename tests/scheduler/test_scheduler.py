@@ -772,15 +772,17 @@ def test_unified_a_turn_that_leaves_nothing_of_worth_may_leave_cells_behind() ->
 
 
 def test_unified_a_turn_about_to_resume_keeps_its_kv() -> None:
-    b = bench(3, 4, budget=300)
-    b.run("idle", NORMAL, slot=0)
+    b = bench(3, 3, budget=300)
+    b.run("idle", NORMAL, slot=0, kv=120)
+    assert b.tell(Ended("idle", 120, resident=True)) == []
     b.run("n", NORMAL, slot=1)
     assert b.tell(HoldRequested("n")) == [Pause("n", None)]
     assert b.tell(Paused("n", 60, resident=True)) == []
     b.run("m", NORMAL, slot=2)
-    assert b.tell(Ended("m", 90, resident=True)) == []
-    assert b.tell(ReleaseRequested("n")) == [Resume("n", 1, resident=True)]
-    assert b.scheduler.view().kv_tokens_charged == 290
+    assert b.tell(ReleaseRequested("n")) == [Erase(0)]
+    assert b.queue("fg", FOREGROUND, kv=60) == [Claim("fg")]
+    assert b.tell(Claimed("fg")) == []
+    assert b.tell(Erased(0)) == [Start("fg", 0), Resume("n", 1, resident=True)]
 
 
 def test_unified_a_turn_larger_than_the_pool_is_left_to_others() -> None:

@@ -1,7 +1,8 @@
 -- KEYS turn, timeline, log, queue, events, recent, counters; ARGV id, final_ttl_s, now, recent_length,
 -- events_length, timeline_entry, withdrawn_event, cancel_event, end_entry,
 -- channel_prefix.
--- A queued turn is cancelled here and now; of any other that has not ended its owner is told.
+-- A queued turn is cancelled here and now; of any other that has not ended its owner is told, and the
+-- record keeps the wish for an owner who comes later.
 -- Returns the state that the turn was in, or an empty string when there is no such turn.
 local state = redis.call('HGET', KEYS[1], 'state')
 if not state then return '' end
@@ -18,6 +19,7 @@ if state == 'queued' then
   local channel = ARGV[10] .. (redis.call('HGET', KEYS[1], 'gateway') or '')
   redis.call('PUBLISH', channel, '[["' .. ARGV[1] .. '",0,[' .. ARGV[9] .. ']]]')
 elseif state == 'claimed' or state == 'running' or state == 'paused' then
+  redis.call('HSET', KEYS[1], 'cancelling', 1)
   redis.call('XADD', KEYS[5], 'MAXLEN', '~', ARGV[5], '*', 'e', ARGV[8])
 end
 return state
