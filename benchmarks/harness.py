@@ -90,7 +90,7 @@ class EngineShape:
     decode_slots: int = 8
     engine_slots: int = 12
     slot_context: int = 2304
-    batch_tokens: int = 24
+    batch_tokens: int = 16
     threads: int | None = None
     nice: int = 0
     model: str = MODEL

@@ -19,6 +19,7 @@ all columns are offered the same work. A foreground turn that is under way when 
 for: dropping it would hide the longest waits. In `limit` they use one slot; one that overlaps comes later.
 """
 
+import random
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -31,7 +32,7 @@ import anyio
 from rich.console import Console
 
 from agents.client import TurnResult, stream_chat
-from agents.workload import Lengths, TurnPlan, Workload, chat_body, client_turns, filler, gaps
+from agents.workload import Lengths, TurnPlan, Workload, chat_body, client_turns, filler
 from benchmarks.harness import EngineShape, real_engine, run_async, service
 from benchmarks.report import Advance, Report, Summary, figure, milliseconds, progress_bar, ratio
 
@@ -47,22 +48,26 @@ _LONG_PROMPT_ROOM_TOKENS = 328
 _LAST_TURN_BOUND_S = 180.0
 _ERROR_PAUSE_S = 0.2
 _TICK_S = 0.5
+_GAP_SPREAD = 0.6
 
 
 @dataclass(frozen=True)
 class WaitSettings:
     """What is measured. `duration_s` is per column over all its rounds, `warmup_s` per round and extra."""
 
-    duration_s: float = 240.0
+    duration_s: float = 260.0
     rounds: int = 2
     warmup_s: float = 20.0
     seed: int = 1
     columns: tuple[str, ...] = COLUMNS
     clients: int = 12
     """Background clients: 1.5 for each decode slot."""
-    foreground_tokens: int = 16
-    gap_s: float = 1.2
-    """Mean time between the arrivals of foreground turns, exponentially distributed."""
+    foreground_tokens: int = 8
+    gap_s: float = 2.5
+    """Mean time between the arrivals of foreground turns, uniform within 60% of it to either side.
+
+    One person asks, and seldom before the answer to the last question: with preemption, turns do not overlap.
+    """
     long_prompt_tokens: int | None = None
     """If set: every decode slot is busy, one of them always in prefill of a prompt this long."""
     shape: EngineShape = field(default_factory=EngineShape)
@@ -270,8 +275,9 @@ class _Round:
         turns = client_turns(Workload(lengths), self._seed, "f")
         at = anyio.current_time()
         async with anyio.create_task_group() as tasks:
-            for plan, gap_s in zip(turns, gaps(settings.gap_s, self._seed, "f"), strict=False):
-                at += gap_s
+            rng = random.Random(f"arrivals/{self._seed}")
+            for plan in turns:
+                at += settings.gap_s * rng.uniform(1 - _GAP_SPREAD, 1 + _GAP_SPREAD)
                 if at >= end:
                     return
                 await anyio.sleep_until(at)
