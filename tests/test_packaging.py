@@ -88,7 +88,8 @@ def test_compose_engine_can_be_preempted_in_time() -> None:
     assert "--slots" in options
     assert int(options["--ctx-size"]) % int(options["--parallel"]) == 0
     engine = COMPOSE["services"]["engine"]
-    assert engine["environment"]["LLAMA_SERVER_SLOTS_DEBUG"] == "1"
+    # It would show every prompt to whoever can ask the engine for its slots.
+    assert "LLAMA_SERVER_SLOTS_DEBUG" not in engine["environment"]
     assert any(mount.startswith(options["--slot-save-path"] + ":") for mount in engine["tmpfs"])
     assert str(backend.save_path) == options["--slot-save-path"]
 

@@ -162,9 +162,9 @@ class Policy(Settings):
     """How turns are preempted, kept and bounded."""
 
     preemption: Annotated[bool, switch] = True
-    #: A turn that just started or resumed keeps its slot this long, whoever waits.
+    #: Of several turns that could yield, one that ran less than this since its start or resume does so last.
     min_run_s: Annotated[float, number(0, 3600)] = 0.0
-    #: A turn preempted this often runs to its end.
+    #: Of several turns that could yield, one that was preempted this often already does so last.
     max_preemptions: Annotated[int, whole(0, 1_000_000)] = 50
     #: Waiting this long lifts a turn by one class, so that every turn gets its slot.
     aging_s: Annotated[float, number(0.1, DAY_S)] = 60.0
