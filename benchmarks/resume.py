@@ -35,7 +35,9 @@ class ResumeSettings:
     lengths: tuple[int, ...] = (500, 2000, 4000, 7000)
     repeats: int = 3
     shape: EngineShape = field(
-        default_factory=lambda: EngineShape(decode_slots=1, engine_slots=2, slot_context=8192)
+        default_factory=lambda: EngineShape(
+            decode_slots=1, engine_slots=2, slot_context=8192, batch_tokens=512
+        )
     )
 
     def quick(self) -> "ResumeSettings":

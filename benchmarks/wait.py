@@ -130,7 +130,8 @@ class Column:
     @property
     def mean_step_s(self) -> float:
         """The mean gap, without those over ten medians: in them the turn was paused."""
-        short = [gap for gap in self.steps if gap <= 10 * self.step_s]
+        longest = 10 * self.step_s
+        short = [gap for gap in self.steps if gap <= longest]
         return sum(short) / len(short) if short else float("nan")
 
     @property

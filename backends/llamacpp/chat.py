@@ -10,13 +10,11 @@ call on, deltas are held until the reply is complete, and a cut goes back to the
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from backends.llamacpp.client import LlamaCppClient
 from backends.llamacpp.segment import LlamaGeneration
 from backends.protocol import Finished, ReplySoFar, Sink
-
-if TYPE_CHECKING:
-    from backends.llamacpp.adapter import LlamaCppBackend
 
 _DROPPED = frozenset(
     {"model", "stream", "stream_options", "max_tokens", "max_completion_tokens", "n_predict"}
@@ -27,7 +25,7 @@ class ChatGeneration(LlamaGeneration):
     """A turn over `/v1/chat/completions`."""
 
     def __init__(
-        self, backend: LlamaCppBackend, body: dict[str, Any], max_tokens: int, so_far: ReplySoFar | None
+        self, backend: LlamaCppClient, body: dict[str, Any], max_tokens: int, so_far: ReplySoFar | None
     ) -> None:
         super().__init__(backend, max_tokens)
         self._body = {key: value for key, value in body.items() if key not in _DROPPED}

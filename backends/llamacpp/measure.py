@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import anyio
 
+from backends.llamacpp.client import LlamaCppClient
 from backends.protocol import BackendError
-
-if TYPE_CHECKING:
-    from backends.llamacpp.adapter import LlamaCppBackend
 
 SHORT, LONG = 8, 72
 
 
-async def kv_bytes_per_token(backend: LlamaCppBackend, folder: Path, slot: int) -> int | None:
+async def kv_bytes_per_token(backend: LlamaCppClient, folder: Path, slot: int) -> int | None:
     """Bytes of KV a token takes, None when the engine cannot save.
 
     Two prompts of different length are saved from idle slot `slot`; the difference of the files leaves
@@ -35,7 +33,7 @@ async def kv_bytes_per_token(backend: LlamaCppBackend, folder: Path, slot: int) 
     return per_token if per_token > 0 and rest >= 0 else None
 
 
-async def _saved_bytes(backend: LlamaCppBackend, folder: Path, slot: int, ids: list[int]) -> int:
+async def _saved_bytes(backend: LlamaCppClient, folder: Path, slot: int, ids: list[int]) -> int:
     body: dict[str, Any] = {"prompt": ids, "n_predict": 0, "id_slot": slot, "cache_prompt": True}
     await backend.ask("POST", "/completion", body)
     name = f"measure-{slot}-{len(ids)}.kv"

@@ -22,17 +22,15 @@ import contextlib
 import time
 from abc import abstractmethod
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import anyio
 import httpx
 import orjson
 
+from backends.llamacpp.client import LlamaCppClient
 from backends.llamacpp.wire import TRANSPORT_ERRORS, SseParser, error_of, unavailable
 from backends.protocol import BackendError, Cut, EngineRefused, EngineUnavailable, Finished, Generation, Sink
-
-if TYPE_CHECKING:
-    from backends.llamacpp.adapter import LlamaCppBackend
 
 PARKED = ": preempted"
 RESUMED = ": resumed"
@@ -76,7 +74,7 @@ class _Stream:
 class LlamaGeneration(Generation):
     """Segments of one turn; subclasses build requests and read events."""
 
-    def __init__(self, backend: LlamaCppBackend, max_tokens: int) -> None:
+    def __init__(self, backend: LlamaCppClient, max_tokens: int) -> None:
         self._backend = backend
         self._max_tokens = max_tokens
         self._tasks: anyio.abc.TaskGroup | None = None

@@ -11,13 +11,11 @@ sequence that is in the slot. Two gaps have to be closed:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from backends.llamacpp.client import LlamaCppClient
 from backends.llamacpp.segment import LlamaGeneration
 from backends.protocol import Finished, ReplySoFar, Sink
-
-if TYPE_CHECKING:
-    from backends.llamacpp.adapter import LlamaCppBackend
 
 _SERVICE_OWNED = frozenset(
     {
@@ -50,7 +48,7 @@ class TokenGeneration(LlamaGeneration):
 
     def __init__(
         self,
-        backend: LlamaCppBackend,
+        backend: LlamaCppClient,
         api: str,
         body: dict[str, Any],
         max_tokens: int,

@@ -17,11 +17,8 @@ that a cancel that came while nobody owned the backend is not lost.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import anyio
@@ -44,14 +41,14 @@ from orchestrator.broker import (
     Broker,
     Deposed,
     Lease,
-    LogAppend,
     PoolEvent,
     TurnRecord,
     end_entry,
     error_entry,
     timeline_entry,
 )
-from orchestrator.dispatcher.outbox import Outbox
+from orchestrator.dispatcher.books import Books, persistently
+from orchestrator.dispatcher.options import DispatcherOptions
 from orchestrator.dispatcher.state import backend_state
 from orchestrator.dispatcher.turn_run import TurnRun, replay
 from orchestrator.scheduler import (
@@ -84,7 +81,7 @@ from orchestrator.scheduler import (
     TurnQueued,
     Withdrawn,
 )
-from orchestrator.turns import IllegalTransition, Tier, TurnState
+from orchestrator.turns import Tier, TurnState
 
 LEASE_TTL_MS = 6_000
 LEASE_RENEW_S = 2.0
@@ -101,22 +98,6 @@ CLOSE_BOUND_S = 5.0
 
 _T = TypeVar("_T")
 _log = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class DispatcherOptions:
-    """What the configuration says about one backend. `decode_slots` None: one fewer than the engine's
-    slots, at least one."""
-
-    pool: str
-    name: str
-    kind: str
-    decode_slots: int | None
-    preemption: bool
-    min_run_s: float
-    max_preemptions: int
-    aging_s: float
-    priorities: tuple[int, ...]
 
 
 class _EngineChanged(Exception):
@@ -146,7 +127,6 @@ class Dispatcher:
 
     def _reset(self) -> None:
         self._runs: dict[str, TurnRun] = {}
-        self._outbox = Outbox(self._append)
         self._changed = anyio.Event()
         self._engine_epoch = 0
         self.healthy = False
@@ -156,7 +136,7 @@ class Dispatcher:
     async def run(self) -> None:
         """Own the backend whenever it can be owned, until cancelled."""
         while True:
-            lease = await self._retry(self._acquire)
+            lease = await persistently(self._acquire)
             if lease is None:
                 await anyio.sleep(LEASE_RENEW_S)
                 continue
@@ -187,14 +167,15 @@ class Dispatcher:
 
     async def _own(self, lease: Lease) -> None:
         self._lease = lease
+        self._books = Books(self._broker, lease)
         self._reset()
         async with anyio.create_task_group() as self._tasks:
             self._tasks.start_soon(self._renew)
-            self._tasks.start_soon(self._outbox.run)
+            self._tasks.start_soon(self._books.run)
             self.info = await self._describe()
             self._scheduler = Scheduler(self._policy(self.info))
             # Before the records are read: what is asked of a turn after that comes as an event.
-            position, waiting = await self._retry(lambda: self._broker.snapshot(self.options.pool))
+            position, waiting = await persistently(lambda: self._broker.snapshot(self.options.pool))
             await self._recover()
             for event in waiting:
                 self._on_pool_event(event)
@@ -236,9 +217,9 @@ class Dispatcher:
     async def _recover(self) -> None:
         """Take over what a former owner left: turns that ended only in their log, and unfinished ones."""
         pool, name = self.options.pool, self.options.name
-        for record in await self._retry(lambda: self._broker.owned(pool, name)):
+        for record in await persistently(lambda: self._broker.owned(pool, name)):
             run = self._new_run(record)
-            log = await self._retry(lambda turn=run.id: self._broker.log(pool, turn))  # type: ignore[misc]
+            log = await persistently(lambda turn=run.id: self._broker.log(pool, turn))  # type: ignore[misc]
             told = replay(log)
             run.entries, run.flushed = list(log), len(log)
             run.n_tokens = told.so_far.n_tokens
@@ -259,7 +240,7 @@ class Dispatcher:
             self._prepare(run, told.so_far)
             if record.state is TurnState.RUNNING:
                 entry = timeline_entry("interrupted", tokens=run.n_tokens)
-                await self._advance(run, TurnState.PAUSED, entry, {"tier": Tier.DROPPED.value})
+                await self._books.advance(run, TurnState.PAUSED, entry, {"tier": Tier.DROPPED.value})
             self._handle(
                 Recovered(run.id, request.agent, request.priority, record.seq, request.size.kv_tokens)
             )
@@ -279,19 +260,19 @@ class Dispatcher:
             state = TurnState.CANCELLED
         else:
             state, fields = TurnState.FAILED, {"error": ended[2]["message"]}
-        await self._close_books(run, state, timeline_entry(state.value, recovered=True), fields)
+        await self._books.close(run, state, timeline_entry(state.value, recovered=True), fields)
 
     # Loops -----------------------------------------------------------------------------------------
 
     async def _renew(self) -> None:
         while True:
             await anyio.sleep(LEASE_RENEW_S)
-            await self._retry(lambda: self._broker.renew(self._lease, LEASE_TTL_MS))
+            await persistently(lambda: self._broker.renew(self._lease, LEASE_TTL_MS))
 
     async def _read_events(self, position: str) -> None:
         while True:
             after = position
-            position, events = await self._retry(lambda: self._events(after))  # noqa: B023
+            position, events = await persistently(lambda: self._events(after))  # noqa: B023
             for event in events:
                 self._on_pool_event(event)
 
@@ -387,7 +368,7 @@ class Dispatcher:
     # Commands --------------------------------------------------------------------------------------
 
     async def _claim(self, turn: str) -> None:
-        record = await self._retry(lambda: self._broker.claim(self._lease, turn))
+        record = await persistently(lambda: self._broker.claim(self._lease, turn))
         if record is None:
             self._handle(ClaimLost(turn))
             return
@@ -436,7 +417,7 @@ class Dispatcher:
         run.n_tokens = end.completion_tokens
         run.put(end_entry(end.finish_reason, run.prompt_tokens, end.completion_tokens, run.cached_tokens))
         entry = timeline_entry("done", finish_reason=end.finish_reason, tokens=end.completion_tokens)
-        await self._close_books(run, TurnState.DONE, entry, {"finish_reason": end.finish_reason})
+        await self._books.close(run, TurnState.DONE, entry, {"finish_reason": end.finish_reason})
 
     async def _cut(self, run: TurnRun, end: Cut, resident: bool) -> None:
         was_running, run.running = run.running, False
@@ -454,7 +435,7 @@ class Dispatcher:
         )
         tier = Tier.RESIDENT if resident else Tier.DROPPED
         fields = {"preemptions": run.preemptions, "tokens_generated": run.n_tokens, "tier": tier.value}
-        await self._advance(run, TurnState.PAUSED, entry, fields, {"preemptions": 1})
+        await self._books.advance(run, TurnState.PAUSED, entry, fields, {"preemptions": 1})
 
     async def _aborted(self, run: TurnRun) -> None:
         del self._runs[run.id]
@@ -468,14 +449,14 @@ class Dispatcher:
 
     async def _cancelled(self, run: TurnRun) -> None:
         run.put(error_entry(499, "the turn was cancelled", "cancelled", "cancelled"))
-        await self._close_books(run, TurnState.CANCELLED, timeline_entry("cancelled", tokens=run.n_tokens))
+        await self._books.close(run, TurnState.CANCELLED, timeline_entry("cancelled", tokens=run.n_tokens))
 
     async def _fail(self, run: TurnRun, status: int, message: str, kind: str) -> None:
         self._runs.pop(run.id, None)
         self._handle(Ended(run.id, 0, resident=False))
         code = "context_length_exceeded" if kind == "exceed_context_size_error" else None
         run.put(error_entry(status, message, kind, code))
-        await self._close_books(
+        await self._books.close(
             run, TurnState.FAILED, timeline_entry("failed", error=message), {"error": message}
         )
 
@@ -495,14 +476,12 @@ class Dispatcher:
             run.status("paused")
         self._handle(Paused(run.id, 0, resident=False))
         if was_running:
-            await self._advance(run, TurnState.PAUSED, entry, {"tier": Tier.DROPPED.value})
+            await self._books.advance(run, TurnState.PAUSED, entry, {"tier": Tier.DROPPED.value})
 
     async def _drop(self, run: TurnRun) -> None:
         if run.generation is not None:
             await run.generation.discard()
-        entry, fields = timeline_entry("dropped"), {"tier": Tier.DROPPED.value}
-        async with run.books:
-            await self._retry(lambda: self._broker.note(self._lease, run.id, TurnState.PAUSED, entry, fields))
+        await self._books.dropped(run)
 
     async def _erase(self, slot: int) -> None:
         try:
@@ -536,7 +515,7 @@ class Dispatcher:
         run = TurnRun(
             record,
             record.request.gateway,
-            on_output=self._outbox.put,
+            on_output=self._books.put,
             on_started=self._on_started,
             on_step=self._on_step,
         )
@@ -583,77 +562,10 @@ class Dispatcher:
             )
             fields = {"tokens_reevaluated": run.reevaluated}
             counters = {"resumes": 1, "tokens_reevaluated": reevaluated}
-        self._tasks.start_soon(self._advance, run, TurnState.RUNNING, entry, fields, counters)
+        self._tasks.start_soon(self._books.advance, run, TurnState.RUNNING, entry, fields, counters)
 
     def _on_step(self, gap_s: float) -> None:
         if self._step_s is None or not math.isfinite(self._step_s):
             self._step_s = gap_s
         else:
             self._step_s += STEP_SMOOTHING * (gap_s - self._step_s)
-
-    # Books -----------------------------------------------------------------------------------------
-
-    async def _append(self, appends: list[LogAppend]) -> list[int]:
-        return await self._retry(lambda: self._broker.append(self._lease, appends))
-
-    async def _advance(
-        self,
-        run: TurnRun,
-        state: TurnState,
-        entry: bytes,
-        fields: Mapping[str, str | int | float] | None = None,
-        counters: Mapping[str, int] | None = None,
-    ) -> None:
-        def advance() -> Awaitable[None]:
-            return self._broker.advance(self._lease, run.id, state, entry, fields=fields, counters=counters)
-
-        async with run.books:
-            try:
-                await self._retry(advance)
-            except IllegalTransition as error:
-                _log.warning("a turn's record disagrees", turn=run.id, error=str(error))
-                await self._mend(run, state)
-                try:
-                    await self._retry(advance)
-                except IllegalTransition:
-                    _log.error("a turn's record cannot be mended", turn=run.id)
-
-    async def _mend(self, run: TurnRun, target: TurnState) -> None:
-        """Lead a record from where it is to where `target` may follow.
-
-        A Redis that came back from its file has forgotten up to a second of what it had accepted, and a
-        former owner may have been cut off between the log's end and the record's.
-        """
-        await self._retry(lambda: self._broker.claim(self._lease, run.id))
-        if target in (TurnState.PAUSED, TurnState.DONE):
-            entry = timeline_entry("mended")
-            with contextlib.suppress(IllegalTransition):
-                await self._retry(lambda: self._broker.advance(self._lease, run.id, TurnState.RUNNING, entry))
-
-    async def _close_books(
-        self,
-        run: TurnRun,
-        state: TurnState,
-        entry: bytes,
-        fields: Mapping[str, str | int | float] | None = None,
-    ) -> None:
-        """Let all output reach Redis first: a log without its end would look like a crash."""
-        await self._outbox.settle(run)
-        totals: dict[str, str | int | float] = {
-            "prompt_tokens": run.prompt_tokens,
-            "tokens_generated": run.n_tokens,
-            "tokens_reevaluated": run.reevaluated,
-            "preemptions": run.preemptions,
-        }
-        await self._advance(run, state, entry, {**totals, **(fields or {})}, {f"turns_{state.value}": 1})
-
-    async def _retry(self, call: Callable[[], Awaitable[_T]]) -> _T:
-        """Repeat a broker call until Redis answers. Every script is safe to repeat."""
-        pause_s = 0.05
-        while True:
-            try:
-                return await call()
-            except (RedisError, OSError) as error:
-                _log.warning("broker unreachable; trying again", error=str(error), pause_s=pause_s)
-            await anyio.sleep(pause_s)
-            pause_s = min(2 * pause_s, 1.0)

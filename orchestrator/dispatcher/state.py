@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from backends.protocol import EngineInfo
+from orchestrator.dispatcher.options import DispatcherOptions
+from orchestrator.dispatcher.turn_run import TurnRun
 from orchestrator.scheduler import SchedulerView
-
-if TYPE_CHECKING:
-    from orchestrator.dispatcher.dispatcher import DispatcherOptions
-    from orchestrator.dispatcher.turn_run import TurnRun
 
 
 def backend_state(

@@ -1,0 +1,21 @@
+"""What the configuration says about one backend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class DispatcherOptions:
+    """What the configuration says about one backend. `decode_slots` None: one fewer than the engine's
+    slots, at least one."""
+
+    pool: str
+    name: str
+    kind: str
+    decode_slots: int | None
+    preemption: bool
+    min_run_s: float
+    max_preemptions: int
+    aging_s: float
+    priorities: tuple[int, ...]
