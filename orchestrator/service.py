@@ -125,11 +125,11 @@ async def _keep_engine(engine: ManagedEngine, name: str) -> None:
                 await anyio.sleep(RESTART_PAUSE_S)
 
 
-async def _engine(config: BackendConfig, state_dir: Path, stack: AsyncExitStack) -> ManagedEngine | None:
+def engine_settings(config: BackendConfig) -> EngineSettings:
+    """How a managed backend's engine is to run. Raises ValueError on numbers that cannot go together."""
     managed = config.managed
-    if managed is None:
-        return None
-    settings = EngineSettings(
+    assert managed is not None
+    return EngineSettings(
         model=managed.model,
         decode_slots=managed.decode_slots,
         engine_slots=managed.engine_slots,
@@ -142,7 +142,13 @@ async def _engine(config: BackendConfig, state_dir: Path, stack: AsyncExitStack)
         save_path=config.save_path,
         command=managed.command,
     )
-    return await stack.enter_async_context(ManagedEngine(settings, state_dir, name=config.name))
+
+
+async def _engine(config: BackendConfig, state_dir: Path, stack: AsyncExitStack) -> ManagedEngine | None:
+    if config.managed is None:
+        return None
+    engine = ManagedEngine(engine_settings(config), state_dir, name=config.name)
+    return await stack.enter_async_context(engine)
 
 
 def _options(config: BackendConfig, engine: ManagedEngine | None) -> LlamaCppOptions:

@@ -28,6 +28,7 @@ from orchestrator.cli.findings import ASK_S, Finding, broken, ok, warn
 from orchestrator.cli.gguf import NotGguf, read_gguf
 from orchestrator.config import Backend, Config
 from orchestrator.config.schema import BOUNDED_BATCH_TOKENS
+from orchestrator.service import engine_settings
 
 #: What the engine takes besides the model and its KV: compute buffers, the program itself.
 ENGINE_OVERHEAD_BYTES = 256 << 20
@@ -46,7 +47,7 @@ async def backend_findings(config: Config, backend: Backend, *, deep: bool) -> A
         async for finding in _running(config, backend, backend.url, deep=deep):
             yield finding
         return
-    settings = _settings(backend)
+    settings = engine_settings(backend)
     usable = True
     for finding in _to_start(backend, settings):
         usable = usable and finding.level != "fail"
@@ -71,24 +72,6 @@ def _label(backend: Backend, what: str) -> str:
 
 
 # Engines to start --------------------------------------------------------------------------------
-
-
-def _settings(backend: Backend) -> EngineSettings:
-    managed = backend.managed
-    assert managed is not None
-    return EngineSettings(
-        model=managed.model,
-        decode_slots=managed.decode_slots,
-        engine_slots=managed.engine_slots,
-        context=managed.context,
-        kv_layout=managed.kv_layout,
-        batch_tokens=managed.batch_tokens,
-        threads=managed.threads,
-        nice=managed.nice,
-        gpu_layers=managed.gpu_layers,
-        save_path=backend.save_path,
-        command=managed.command,
-    )
 
 
 def _to_start(backend: Backend, settings: EngineSettings) -> Iterator[Finding]:
