@@ -344,10 +344,8 @@ class Dispatcher:
         match command:
             case Claim(turn):
                 self._tasks.start_soon(self._claim, turn)
-            case Start(turn, slot):
-                self._tasks.start_soon(self._segment, self._runs[turn], slot, False)
-            case Resume(turn, slot, resident):
-                self._tasks.start_soon(self._segment, self._runs[turn], slot, resident)
+            case Start(turn, slot) | Resume(turn, slot):
+                self._tasks.start_soon(self._segment, self._runs[turn], slot)
             case Pause(turn, by):
                 run = self._runs[turn]
                 run.preempted_by = by
@@ -375,8 +373,7 @@ class Dispatcher:
         self._prepare(self._new_run(record), None)
         self._handle(Claimed(turn))
 
-    async def _segment(self, run: TurnRun, slot: int, resident: bool) -> None:
-        run.segments += 1
+    async def _segment(self, run: TurnRun, slot: int) -> None:
         run.slot = slot
         run.commanded_at = time.monotonic()
         generation = run.generation
@@ -551,7 +548,6 @@ class Dispatcher:
         else:
             reevaluated = prompt_tokens - cached_tokens
             run.reevaluated += reevaluated
-            run.resume_s += waited_s
             run.status("resumed")
             entry = timeline_entry(
                 "resumed",

@@ -36,7 +36,6 @@ class TurnRun:
     running: bool = False
     aborted: bool = False
     slot: int = -1
-    segments: int = 0
     commanded_at: float = 0.0
     preempted_by: str | None = None
     prompt_tokens: int = 0
@@ -44,7 +43,6 @@ class TurnRun:
     n_tokens: int = 0
     preemptions: int = 0
     reevaluated: int = 0
-    resume_s: float = 0.0
     failures: int = 0
     tokens_at_failure: int = -1
     last_delta: float = 0.0

@@ -96,10 +96,6 @@ class SlotTable:
         """Tokens charged against the pool."""
         return sum(slot.reserved for slot in self.slots)
 
-    def of(self, turn: str) -> Slot | None:
-        """The slot that `turn` runs in or left its KV in."""
-        return next((slot for slot in self.slots if slot.turn == turn), None)
-
     def occupy(self, slot: Slot, *, turn: str, agent: str, priority: int, reserve: int) -> None:
         """Seat a turn that is about to run."""
         self._clock += 1
