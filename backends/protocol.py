@@ -6,8 +6,9 @@ How an engine is preempted stays inside the adapter: by parking the slot where t
 else by closing the stream and sending the text so far again. Either way ``run`` returns a
 :class:`Cut` once the slot no longer decodes, and the next ``run`` goes on from the same token.
 
-Errors at this boundary are two: :class:`EngineRefused` when the request itself is at fault, and
-:class:`EngineUnavailable` when the engine is, so that the turn may be tried again.
+Errors at this boundary are three: :class:`EngineRefused` when the request itself is at fault,
+:class:`EngineUnavailable` when the engine is, so that the turn may be tried again, and
+:class:`SwapFailed` when a slot's KV could not be saved or brought back, which costs a recompute only.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
+
+from backends.kv_shape import KvShape
 
 
 class KvLayout(StrEnum):
@@ -43,13 +46,21 @@ class EngineUnavailable(BackendError):
     """The engine did not answer, or broke off; the same request may succeed later."""
 
 
+class SwapFailed(BackendError):
+    """A save or a restore did not work. No file is left, and a slot that was to be filled is empty.
+
+    The engine goes on working; the turn goes on by recompute.
+    """
+
+
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
     """What an engine is and can do.
 
     `slot_context`: the most tokens one sequence may have. `kv_budget_tokens`: all slots' KV together.
-    `kv_bytes_per_token` and `batch_tokens` are None when nobody knows. `reasoning_template`: the chat
-    template separates reasoning from content, so only the engine's own chat parser reads its output.
+    `kv`, the bytes that takes, and `batch_tokens` are None when nobody knows. `swap`: slots can be saved
+    to files that this process sees, moves and removes. `reasoning_template`: the chat template separates
+    reasoning from content, so only the engine's own chat parser reads its output.
     """
 
     model: str
@@ -57,26 +68,48 @@ class EngineInfo:
     slot_context: int
     kv_layout: KvLayout
     kv_budget_tokens: int
-    kv_bytes_per_token: int | None
+    kv: KvShape | None
     batch_tokens: int | None
     native_park: bool
-    save_restore: bool
+    swap: bool
     reasoning_template: bool
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSlot:
-    """A slot as the engine reports it."""
+    """A slot as the engine reports it.
+
+    `kv_tokens`: the tokens whose KV is in it; None when the engine does not tell, such as llama.cpp of a
+    slot that has run nothing since the engine started, even if it was restored.
+    """
 
     id: int
     processing: bool
     parked: bool
     context: int
+    kv_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SavedKv:
+    """A slot's KV is in a file of `file_bytes`. `stall_s`: how long the engine decoded nothing for it."""
+
+    kv_tokens: int
+    file_bytes: int
+    stall_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RestoredKv:
+    """A slot holds `kv_tokens` from a file. `stall_s`: how long the engine decoded nothing for it."""
+
+    kv_tokens: int
+    stall_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The reply is complete; `completion_tokens` counts all segments."""
+    """The reply is complete; `completion_tokens` counts all segments, `kv_tokens` is what the slot holds."""
 
     finish_reason: str
     completion_tokens: int
@@ -85,7 +118,11 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The turn was preempted. `resident`: its slot holds its KV. `stop_s`: how long stopping took."""
+    """The turn was preempted. `resident`: its slot holds its KV. `stop_s`: how long stopping took.
+
+    `kv_tokens` is the engine's own figure of what the slot holds where it tells one, else an upper bound.
+    The first tokens of the KV are this turn's own; the last one or two may be generated again.
+    """
 
     kv_tokens: int
     resident: bool
@@ -130,6 +167,10 @@ class Generation(ABC):
         """Make `run` return a Cut at the next token boundary (or Finished, if that comes first)."""
 
     @abstractmethod
+    def restored(self, slot: int, kv_tokens: int) -> None:
+        """The slot now holds this turn's own first `kv_tokens` tokens (called before ``run(slot)``)."""
+
+    @abstractmethod
     async def discard(self) -> None:
         """Let go of whatever the engine holds for a turn that will not run again."""
 
@@ -152,6 +193,35 @@ class Backend(ABC):
     @abstractmethod
     async def erase(self, slot: int) -> None:
         """Free an idle slot's KV. Raises EngineUnavailable."""
+
+    @abstractmethod
+    async def save(self, slot: int, key: str) -> SavedKv:
+        """Write an idle slot's KV to a file that `key` names from now on; the slot keeps its KV.
+
+        A failed or cancelled save leaves no file. `key` must not be in use; it is made of ASCII letters,
+        digits, ``-``, ``_`` and ``.`` (ValueError otherwise). Raises SwapFailed, EngineUnavailable.
+        """
+
+    @abstractmethod
+    async def restore(self, key: str, slot: int) -> RestoredKv:
+        """Fill an idle slot from the file of `key`, which stays until it is forgotten.
+
+        Only a file that this object saved with the model that runs now, and that nobody has touched
+        since, is given to the engine. After a failure the slot is empty. Raises SwapFailed,
+        EngineUnavailable.
+        """
+
+    @abstractmethod
+    async def forget(self, key: str) -> None:
+        """Remove the file of `key`. Nothing happens when there is none."""
+
+    @abstractmethod
+    async def clear_swap(self) -> int:
+        """Remove all saved files of this backend, those of an earlier owner too; how many there were."""
+
+    @abstractmethod
+    def swap_space(self) -> int:
+        """Free bytes where saved files go; 0 when there is no such place."""
 
     @abstractmethod
     async def count_tokens(self, api: str, body: dict[str, Any]) -> int:

@@ -16,8 +16,12 @@ import structlog
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from backends.gguf import NotGguf, read_model
+from backends.kv_shape import KvShape
 from backends.llamacpp import LlamaCppBackend, LlamaCppOptions
 from backends.managed import EngineSettings, ManagedEngine, ManagedEngineError
+from backends.managed.settings import EngineSettingsError, model_path
+from backends.model_shape import KvUnknown
 from backends.protocol import Backend, EngineInfo, EngineUnavailable, KvLayout
 from orchestrator.broker import Broker, OutputReader
 from orchestrator.broker.embedded import EmbeddedValkey, EmbeddedValkeyError
@@ -139,6 +143,8 @@ def engine_settings(config: BackendConfig) -> EngineSettings:
         threads=managed.threads,
         nice=managed.nice,
         gpu_layers=managed.gpu_layers,
+        cache_type_k=managed.cache_type_k,
+        cache_type_v=managed.cache_type_v,
         save_path=config.save_path,
         command=managed.command,
     )
@@ -156,10 +162,25 @@ def _options(config: BackendConfig, engine: ManagedEngine | None) -> LlamaCppOpt
         kv_layout=KvLayout(config.kv_layout) if config.kv_layout else None,
         batch_tokens=config.batch_tokens,
         piece_tokens=config.piece_tokens or 0,
-        kv_bytes_per_token=config.kv_bytes_per_token,
+        kv=_kv_shape(config),
         model=config.model,
         save_path=engine.save_path if engine is not None else config.save_path,
+        swap_tag=f"{config.pool}/{config.name}",
     )
+
+
+def _kv_shape(config: BackendConfig) -> KvShape | None:
+    """Bytes of KV as configured, else as the model's file says; None: the engine has to be measured."""
+    if config.kv_bytes_per_token is not None:
+        return KvShape(config.kv_bytes_per_token)
+    if config.managed is None:
+        return None
+    try:
+        shape = read_model(model_path(config.managed.model))
+        return shape.kv(config.managed.cache_type_k, config.managed.cache_type_v)
+    except (NotGguf, KvUnknown, EngineSettingsError, OSError) as error:
+        _log.warning("KV bytes are measured: the model file does not tell", error=str(error))
+        return None
 
 
 def _dispatcher_options(config: Config, backend: BackendConfig) -> DispatcherOptions:
@@ -174,6 +195,8 @@ def _dispatcher_options(config: Config, backend: BackendConfig) -> DispatcherOpt
         max_preemptions=policy.max_preemptions,
         aging_s=policy.aging_s,
         priorities=tuple(sorted(config.priorities.values())),
+        kv_budget_bytes=backend.kv_budget_bytes,
+        swap_budget=backend.swap_budget,
     )
 
 

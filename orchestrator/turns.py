@@ -34,6 +34,7 @@ class Tier(StrEnum):
     """Where a paused turn's KV is."""
 
     RESIDENT = "resident"
+    SWAPPED = "swapped"
     DROPPED = "dropped"
 
 

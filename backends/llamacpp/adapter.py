@@ -6,10 +6,23 @@ from pathlib import PurePath
 from typing import Any
 
 from backends.llamacpp.chat import ChatGeneration
-from backends.llamacpp.client import LlamaCppClient, LlamaCppOptions
-from backends.llamacpp.measure import kv_bytes_per_token
+from backends.llamacpp.client import LlamaCppClient
+from backends.llamacpp.measure import measured_kv
+from backends.llamacpp.options import LlamaCppOptions
+from backends.llamacpp.swap import Swap, identity_of
+from backends.llamacpp.swap_files import SwapFiles
 from backends.llamacpp.tokens import TokenGeneration
-from backends.protocol import Backend, EngineInfo, EngineUnavailable, Generation, KvLayout, ReplySoFar
+from backends.protocol import (
+    Backend,
+    EngineInfo,
+    EngineUnavailable,
+    Generation,
+    KvLayout,
+    ReplySoFar,
+    RestoredKv,
+    SavedKv,
+    SwapFailed,
+)
 
 _REASONING_MARKS = ("<think", "reasoning_content", "<|channel|>", "enable_thinking", "[THINK]")
 _CHAT_PARSER_FIELDS = (
@@ -30,9 +43,11 @@ class LlamaCppBackend(LlamaCppClient, Backend):
     """One llama.cpp server."""
 
     def __init__(self, url: str, options: LlamaCppOptions | None = None) -> None:
-        """`url` is the server's base address."""
+        """`url` is the server's base address. Raises ValueError for an empty swap tag."""
         super().__init__(url, options)
         self._info: EngineInfo | None = None
+        folder = self._options.save_path
+        self._swap = None if folder is None else Swap(self, SwapFiles(folder, self._options.swap_tag))
 
     async def describe(self) -> EngineInfo:
         props = await self.ask("GET", "/props")
@@ -44,24 +59,51 @@ class LlamaCppBackend(LlamaCppClient, Backend):
         alias = str(props.get("model_alias") or props.get("model_path") or "model")
         template = str(props.get("chat_template") or "")
         self.native_park = "is_preempted" in slots[0]
-        per_token = self._options.kv_bytes_per_token
-        if per_token is None and self._info is not None:
-            per_token = self._info.kv_bytes_per_token
-        if per_token is None and self._options.save_path is not None:
-            per_token = await kv_bytes_per_token(self, self._options.save_path, len(slots) - 1)
+        kv = self._options.kv
+        swap = False
+        if self._swap is not None:
+            known, self._swap.model = self._swap.model, identity_of(props)
+            saves = await self._swap.works()
+            swap = saves and not self.native_park  # a parked slot counts as busy for ever
+            if kv is None and self._info is not None and known == self._swap.model:
+                kv = self._info.kv
+            if kv is None and saves:
+                kv = await measured_kv(self, self._swap.files)
+            self._swap.kv = kv
         self._info = EngineInfo(
             model=self._options.model or PurePath(alias).stem,
             engine_slots=len(slots),
             slot_context=context,
             kv_layout=layout,
             kv_budget_tokens=context if layout is KvLayout.UNIFIED else context * len(slots),
-            kv_bytes_per_token=per_token,
+            kv=kv,
             batch_tokens=self._options.batch_tokens,
             native_park=self.native_park,
-            save_restore=self._options.save_path is not None,
+            swap=swap,
             reasoning_template=any(mark in template for mark in _REASONING_MARKS),
         )
         return self._info
+
+    async def save(self, slot: int, key: str) -> SavedKv:
+        return await self._swapping().save(slot, key)
+
+    async def restore(self, key: str, slot: int) -> RestoredKv:
+        return await self._swapping().restore(key, slot)
+
+    async def forget(self, key: str) -> None:
+        if self._swap is not None:
+            await self._swap.forget(key)
+
+    async def clear_swap(self) -> int:
+        return 0 if self._swap is None else await self._swap.clear()
+
+    def swap_space(self) -> int:
+        return 0 if self._swap is None else self._swap.files.space()
+
+    def _swapping(self) -> Swap:
+        if self._swap is None or self.native_park:
+            raise SwapFailed("this engine's slots cannot be saved")
+        return self._swap
 
     async def count_tokens(self, api: str, body: dict[str, Any]) -> int:
         if api == "chat":

@@ -102,10 +102,15 @@ class ChatGeneration(LlamaGeneration):
                 self._finish = choice["finish_reason"]
         if self._finish is None or not event.get("usage"):
             return None
-        self._predicted = self._segment_start + int(event["usage"].get("completion_tokens", 0))
+        generated = int(event["usage"].get("completion_tokens", 0))
+        self._predicted = self._segment_start + generated
         self._forward_held(sink)
         self.n_done = self._predicted
-        return Finished(self._finish, self._predicted, max(0, self.prompt_tokens + self._predicted - 1))
+        # This segment's own prompt: what was handed back as text may have become other tokens. The last
+        # token was sampled, and not evaluated.
+        prompt = event["usage"].get("prompt_tokens", self.prompt_tokens + self._segment_start)
+        self.kv_tokens = max(0, int(prompt) + generated - 1)
+        return Finished(self._finish, self._predicted, self.kv_tokens)
 
     def _take(self, part: dict[str, Any], sink: Sink) -> None:
         if self._held or "tool_calls" in part:

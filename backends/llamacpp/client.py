@@ -6,8 +6,6 @@ reuse within two milliseconds fails without an answer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -16,44 +14,15 @@ import httpx
 import orjson
 from httpx_aiohttp import AiohttpTransport
 
-from backends.llamacpp.wire import (
-    TRANSPORT_ERRORS,
-    EngineUnreachable,
-    error_of,
-    unavailable,
-)
-from backends.protocol import BackendError, EngineSlot, EngineUnavailable, KvLayout
+from backends.llamacpp.options import LlamaCppOptions
+from backends.llamacpp.wire import TRANSPORT_ERRORS, EngineUnreachable, error_of, read_json, unavailable
+from backends.protocol import BackendError, EngineSlot, EngineUnavailable
 
 CONNECT_S = 5.0
 ASK_S = 60.0
 HEALTH_S = 20.0
 UNREACHABLE_S = 1.0
-UNKNOWN_BATCH_PIECE = 512
 SERVER_BATCH = 2048
-
-
-@dataclass(frozen=True, slots=True)
-class LlamaCppOptions:
-    """What the engine does not tell about itself; None where the user does not know either.
-
-    `kv_layout` None is taken as split, the server's default when the number of slots is given.
-    `batch_tokens` is the server's ``-b``. `piece_tokens`: send prompts in pieces of that many tokens,
-    0 never; None: in pieces of 512 unless `batch_tokens` is at most that. `save_path`: the folder that
-    the engine saves slots to, when this process can reach it too.
-
-    `stop_bound_s`: how long a slot may take to go idle after its stream was closed. `silence_s`: how
-    long an open stream may say nothing before the slot is looked at. A prefill of any length says
-    something after every batch, so only a batch longer than this costs a look.
-    """
-
-    kv_layout: KvLayout | None = None
-    batch_tokens: int | None = None
-    piece_tokens: int | None = None
-    kv_bytes_per_token: int | None = None
-    model: str | None = None
-    save_path: Path | None = None
-    stop_bound_s: float = 30.0
-    silence_s: float = 120.0
 
 
 class LlamaCppClient:
@@ -75,7 +44,7 @@ class LlamaCppClient:
         )
         self.native_park = False
         self.batch_tokens = options.batch_tokens or SERVER_BATCH
-        self.piece_tokens = _piece_tokens(options)
+        self.piece_tokens = options.pieces()
         self.stop_bound_s = options.stop_bound_s
         self.silence_s = options.silence_s
         self.pieces_in_slot: dict[int, list[int]] = {}
@@ -97,6 +66,7 @@ class LlamaCppClient:
                     processing=bool(slot["is_processing"]),
                     parked=bool(slot.get("is_preempted")),
                     context=int(slot.get("n_ctx", 0)),
+                    kv_tokens=None if (told := slot.get("n_prompt_tokens")) is None else int(told),
                 )
                 for slot in await self.ask("GET", "/slots")
             ]
@@ -105,6 +75,7 @@ class LlamaCppClient:
 
     async def erase(self, slot: int) -> None:
         """Free an idle slot's KV. Raises EngineUnavailable."""
+        self.pieces_in_slot.pop(slot, None)
         await self.ask("POST", f"/slots/{slot}?action=erase", {})
 
     async def render(self, body: dict[str, Any]) -> str:
@@ -143,8 +114,8 @@ class LlamaCppClient:
             raise unavailable(error) from None
         raise failure
 
-    async def wait_idle(self, slot: int, bound_s: float) -> bool:
-        """Wait until the engine says that the slot does not decode; False past the bound.
+    async def wait_idle(self, slot: int, bound_s: float) -> EngineSlot | None:
+        """Wait until the engine says that the slot does not decode: what it says then, None past the bound.
 
         Raises EngineUnavailable once nobody has been listening there for a second: then no slot decodes.
         """
@@ -155,7 +126,7 @@ class LlamaCppClient:
                 try:
                     state = (await self.slots())[slot]
                     if not state.processing and not state.parked:
-                        return True
+                        return state
                     unreachable_since = None
                 except EngineUnreachable:
                     now = anyio.current_time()
@@ -166,7 +137,7 @@ class LlamaCppClient:
                     unreachable_since = None
                 await anyio.sleep(pause)
                 pause = min(pause + 0.005, 0.1)
-        return False
+        return None
 
     async def slot_report(self, slot: int) -> dict[str, Any] | None:
         """All that the engine says of a slot; None when it does not answer."""
@@ -190,29 +161,26 @@ class LlamaCppClient:
 
     async def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         """One JSON request and its answer. Raises EngineRefused, EngineUnavailable."""
-        content = None if body is None else orjson.dumps(body)
-        headers = {"Content-Type": "application/json"} if content else None
-        try:
-            response = await self._client.request(method, path, content=content, headers=headers)
-        except TRANSPORT_ERRORS as error:
-            raise unavailable(error) from None
+        response = await self.request(method, path, body)
         if response.status_code != 200:
             raise error_of(response.status_code, response.content)
+        return read_json(response.content)
+
+    async def request(
+        self, method: str, path: str, body: dict[str, Any] | None = None, *, timeout_s: float = ASK_S
+    ) -> httpx.Response:
+        """One JSON request and its answer, whatever its status. Raises EngineUnavailable."""
+        content = None if body is None else orjson.dumps(body)
+        headers = {"Content-Type": "application/json"} if content else None
+        timeout = httpx.Timeout(timeout_s, connect=CONNECT_S)
         try:
-            return orjson.loads(response.content)
-        except orjson.JSONDecodeError:
-            raise EngineUnavailable("the engine's answer is not JSON") from None
+            return await self._client.request(method, path, content=content, headers=headers, timeout=timeout)
+        except TRANSPORT_ERRORS as error:
+            raise unavailable(error) from None
 
     async def aclose(self) -> None:
         """Close the connections."""
         await self._client.aclose()
-
-
-def _piece_tokens(options: LlamaCppOptions) -> int:
-    if options.piece_tokens is not None:
-        return options.piece_tokens
-    bounded = options.batch_tokens is not None and options.batch_tokens <= UNKNOWN_BATCH_PIECE
-    return 0 if bounded else UNKNOWN_BATCH_PIECE
 
 
 def _session() -> aiohttp.ClientSession:

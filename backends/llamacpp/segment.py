@@ -21,15 +21,14 @@ from __future__ import annotations
 import contextlib
 import time
 from abc import abstractmethod
-from collections.abc import AsyncIterator
 from typing import Any
 
 import anyio
-import httpx
 import orjson
 
 from backends.llamacpp.client import LlamaCppClient
-from backends.llamacpp.wire import TRANSPORT_ERRORS, SseParser, error_of, unavailable
+from backends.llamacpp.stream import Stream
+from backends.llamacpp.wire import TRANSPORT_ERRORS, error_of, unavailable
 from backends.protocol import BackendError, Cut, EngineRefused, EngineUnavailable, Finished, Generation, Sink
 
 PARKED = ": preempted"
@@ -40,35 +39,6 @@ RESUMED = ": resumed"
 UNSTARTED_BOUND_S = 2.0
 # Whoever cancels a segment from outside may be in a hurry, such as a service that ends.
 CANCEL_BOUND_S = 5.0
-
-
-class _Stream:
-    """An open reply. Closing it is what preempts."""
-
-    def __init__(self, response: httpx.Response) -> None:
-        self._response = response
-        self._parser = SseParser()
-
-    async def groups(self) -> AsyncIterator[list[dict[str, Any] | str]]:
-        """Events in the groups in which they arrived."""
-        # Not `aiter_raw`: two generators fewer on the way of every token.
-        assert isinstance(self._response.stream, httpx.AsyncByteStream)
-        async for chunk in self._response.stream:
-            yield list(self._parser.feed(chunk))
-
-    async def flat(self) -> AsyncIterator[dict[str, Any]]:
-        """The JSON events, one by one. Raises EngineUnavailable when the connection breaks."""
-        try:
-            async for group in self.groups():
-                for event in group:
-                    if isinstance(event, dict):
-                        yield event
-        except TRANSPORT_ERRORS as error:
-            raise unavailable(error) from None
-
-    async def close(self) -> None:
-        with anyio.CancelScope(shield=True), anyio.move_on_after(5):
-            await self._response.aclose()
 
 
 class LlamaGeneration(Generation):
@@ -82,7 +52,7 @@ class LlamaGeneration(Generation):
         self._silent = False
         self._preempted_at = 0.0
         self._asked: anyio.Event | None = None
-        self._parked: _Stream | None = None
+        self._parked: Stream | None = None
         self._parked_by_server = False
         self._started = False
         self._slot = self._kv_slot = -1
@@ -91,6 +61,7 @@ class LlamaGeneration(Generation):
         self.kv_tokens = 0
         self._prefilled = 0
         self._done_before = 0
+        self._own = False
 
     # What subclasses provide -----------------------------------------------------------------------
 
@@ -123,7 +94,8 @@ class LlamaGeneration(Generation):
         self._sink = sink
         self._slot = slot
         self._done_before = self.n_done
-        if slot != self._kv_slot:
+        self._own = slot == self._kv_slot
+        if not self._own:
             self.kv_tokens = self._prefilled = 0
         was_asked = not self._cut
         result: Finished | None = None
@@ -147,6 +119,10 @@ class LlamaGeneration(Generation):
             self._asked.set()
         elif self._tasks is not None:
             self._tasks.cancel_scope.cancel()
+
+    def restored(self, slot: int, kv_tokens: int) -> None:
+        self._kv_slot = slot
+        self.kv_tokens = self._prefilled = kv_tokens
 
     async def discard(self) -> None:
         """Returns once the stream is closed; the server frees the slot at its next step."""
@@ -192,14 +168,14 @@ class LlamaGeneration(Generation):
         if stream is None:
             if self._backend.piece_tokens:
                 await self._prefill(slot, self._backend.piece_tokens)
-            stream = _Stream(await self._backend.open_stream(*await self._request(slot)))
+            stream = Stream(await self._backend.open_stream(*await self._request(slot)))
         try:
             return await self._consume(stream)
         finally:
             if stream is not self._parked:
                 await stream.close()
 
-    async def _unparked(self, slot: int) -> _Stream | None:
+    async def _unparked(self, slot: int) -> Stream | None:
         """The stream of the parked turn, which goes on now; None when there is none (any more)."""
         stream, self._parked = self._parked, None
         if stream is None:
@@ -222,10 +198,13 @@ class LlamaGeneration(Generation):
         if self._parked is None and was_asked:
             self._roll_back()
             bound_s = self._backend.stop_bound_s if self._started else UNSTARTED_BOUND_S
-            if not await self._backend.wait_idle(slot, bound_s):
+            idle = await self._backend.wait_idle(slot, bound_s)
+            if idle is None:
                 self._kv_slot = -1
                 if self._started:
                     raise EngineUnavailable(f"slot {slot} still decodes {bound_s:.0f} s after it was stopped")
+            elif idle.kv_tokens is not None and (self._started or self._own):
+                self.kv_tokens = self._prefilled = idle.kv_tokens
             elif self.n_done > self._done_before:
                 self._prefilled = self.prompt_tokens + self.n_done
         return Cut(
@@ -253,7 +232,7 @@ class LlamaGeneration(Generation):
                 "return_progress": True,
                 "response_fields": ["stop"],
             }
-            stream = _Stream(await self._backend.open_stream("/completion", body))
+            stream = Stream(await self._backend.open_stream("/completion", body))
             try:
                 async for event in stream.flat():
                     self._raise_on_error(event)
@@ -262,7 +241,7 @@ class LlamaGeneration(Generation):
                 await stream.close()
         held[slot] = ids
 
-    async def _consume(self, stream: _Stream) -> Finished | None:
+    async def _consume(self, stream: Stream) -> Finished | None:
         """Read to the end, or to the point where the server has parked the turn (None)."""
         if not self._backend.native_park or self._tasks is None:
             return await self._read_all(stream)
@@ -282,7 +261,7 @@ class LlamaGeneration(Generation):
         if not await self._backend.park(self._slot) and self._tasks is not None:
             self._tasks.cancel_scope.cancel()
 
-    async def _read_all(self, stream: _Stream) -> Finished | None:
+    async def _read_all(self, stream: Stream) -> Finished | None:
         try:
             async for group in stream.groups():
                 for event in group:

@@ -40,7 +40,7 @@ _SERVICE_OWNED = frozenset(
         "top_logprobs",
     }
 )
-_FINAL_FIELDS = ["content", "tokens", "stop", "stop_type", "tokens_predicted", "tokens_evaluated", "timings"]
+_FINAL_FIELDS = ["content", "tokens", "stop", "stop_type", "tokens_predicted", "tokens_cached", "timings"]
 
 
 class TokenGeneration(LlamaGeneration):
@@ -137,8 +137,9 @@ class TokenGeneration(LlamaGeneration):
             return None
         reason = "length" if event.get("stop_type") == "limit" else "stop"
         self.n_done = predicted
-        self.kv_tokens = self.prompt_tokens + predicted
-        return Finished(reason, predicted, max(0, self.kv_tokens - 1))
+        # The last token was sampled, and not evaluated.
+        self.kv_tokens = int(event.get("tokens_cached", max(0, self.prompt_tokens + predicted - 1)))
+        return Finished(reason, predicted, self.kv_tokens)
 
     def _take(self, content: str, tokens: list[int], predicted: int, sink: Sink) -> None:
         self._held += tokens

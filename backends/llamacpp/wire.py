@@ -81,6 +81,14 @@ def _payload(raw: bytes) -> dict[str, Any] | str:
     return event
 
 
+def read_json(body: bytes) -> Any:
+    """An answer's JSON. Raises EngineUnavailable."""
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError:
+        raise EngineUnavailable("the engine's answer is not JSON") from None
+
+
 def error_of(status: int, body: bytes) -> BackendError:
     """The error that an HTTP error reply, or an error event, stands for.
 

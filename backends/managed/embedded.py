@@ -44,6 +44,10 @@ def main() -> None:
     params.n_batch = order["batch_tokens"]
     params.n_ubatch = order["batch_tokens"]
     params.kv_unified = order["unified"]
+    params.cache_type_k = getattr(xllamacpp.ggml_type, f"GGML_TYPE_{order['cache_type_k'].upper()}")
+    params.cache_type_v = getattr(xllamacpp.ggml_type, f"GGML_TYPE_{order['cache_type_v'].upper()}")
+    if order["flash_attention"]:
+        params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_ENABLED
     # A paused turn's KV stays where the service put it: the engine neither clears nor moves it.
     params.cache_idle_slots = False
     params.cache_ram_mib = 0

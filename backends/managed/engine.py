@@ -14,7 +14,6 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -25,16 +24,13 @@ import anyio.abc
 import anyio.to_thread
 import httpx
 
+from backends.managed.save_folder import make_save_folder
 from backends.managed.settings import (
     EngineSettings,
     EngineSettingsError,
     embedded_command,
     llama_server_command,
 )
-
-# Below this much room a memory file system (64 MB in a container) is no place for saved KV.
-_SHM = Path("/dev/shm")
-_SHM_MIN_FREE_BYTES = 1 << 30
 
 _HEALTH_POLL_S = 0.05
 _LAUNCH_SCRIPT = Path(__file__).with_name("launch.py")
@@ -170,18 +166,7 @@ class ManagedEngine:
             self._save_path = self.settings.save_path.absolute()
             self._save_path.mkdir(parents=True, exist_ok=True, mode=0o700)
             return self._save_path
-        parent = self.state_dir
-        if os.access(_SHM, os.W_OK | os.X_OK):
-            room = os.statvfs(_SHM)
-            if room.f_bavail * room.f_frsize >= _SHM_MIN_FREE_BYTES:
-                parent = _SHM
-        # Saved KV is private text, and as large as memory: named by its owner so that it is never left.
-        prefix = f"swarm-kv-{os.getuid()}-"
-        for left in parent.glob(f"{prefix}*"):
-            owner = left.name.removeprefix(prefix).split("-")[0]
-            if owner.isdigit() and not _process_lives(int(owner)):
-                shutil.rmtree(left, ignore_errors=True)
-        self._save_path = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=parent))
+        self._save_path = make_save_folder(self.state_dir)
         return self._save_path
 
     async def _start(self) -> None:
@@ -293,16 +278,6 @@ class ManagedEngine:
 def _signal_group(pid: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, number)
-
-
-def _process_lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def _free_port() -> int:

@@ -20,9 +20,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 KvLayout = Literal["split", "unified"]
+CacheType = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"]
+"""What KV is stored as, in llama.cpp's words. V takes the quantised ones only with flash attention."""
 
 SMOLLM2 = "smollm2-135m"
 _SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -47,6 +49,8 @@ class EngineSettings:
     context: int
     """Tokens over all engine slots together."""
     kv_layout: KvLayout = "split"
+    cache_type_k: CacheType = "f16"
+    cache_type_v: CacheType = "f16"
     batch_tokens: int = 64
     """Tokens of prefill between two points where a turn can be cancelled (``-b`` and ``-ub``)."""
     threads: int | None = None
@@ -75,12 +79,22 @@ class EngineSettings:
             )
         if self.kv_layout not in ("split", "unified"):
             raise ValueError(f"kv_layout must be 'split' or 'unified', not {self.kv_layout!r}")
+        for name in ("cache_type_k", "cache_type_v"):
+            if getattr(self, name) not in get_args(CacheType):
+                raise ValueError(
+                    f"{name} must be one of {', '.join(get_args(CacheType))}, not {getattr(self, name)!r}"
+                )
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"threads must be at least 1, not {self.threads}")
         if not 0 <= self.nice <= 19:
             raise ValueError(f"nice must be 0 to 19, not {self.nice}")
         if self.command is not None and not self.command:
             raise ValueError("command must name a program")
+
+    @property
+    def needs_flash_attention(self) -> bool:
+        """Whether V is quantised: the engine does not start with that unless flash attention is on."""
+        return self.cache_type_v not in ("f32", "f16", "bf16")
 
     @property
     def compute_threads(self) -> int:
@@ -124,6 +138,9 @@ def embedded_command(settings: EngineSettings, port: int, save_path: Path) -> li
         "engine_slots": settings.engine_slots,
         "context": settings.context,
         "unified": settings.kv_layout == "unified",
+        "cache_type_k": settings.cache_type_k,
+        "cache_type_v": settings.cache_type_v,
+        "flash_attention": settings.needs_flash_attention,
         "batch_tokens": settings.batch_tokens,
         "threads": settings.compute_threads,
         "gpu_layers": settings.gpu_layers,
@@ -150,10 +167,18 @@ def llama_server_command(settings: EngineSettings, port: int, save_path: Path) -
         (("-ub", "--ubatch-size"), ["-ub", str(settings.batch_tokens)]),
         (("-kvu", "--kv-unified", "-no-kvu", "--no-kv-unified"), [layout]),
         (("--cache-idle-slots", "--no-cache-idle-slots"), ["--no-cache-idle-slots"]),
+        # Slots are saved by the service's own choice; the engine's copies would take as much again.
+        (("-cram", "--cache-ram"), ["--cache-ram", "0"]),
         (("--slot-save-path",), ["--slot-save-path", f"{save_path}{os.sep}"]),
         (("--slots", "--no-slots"), ["--slots"]),
         (("--metrics",), ["--metrics"]),
     ]
+    if settings.cache_type_k != "f16":
+        wanted.append((("-ctk", "--cache-type-k"), ["-ctk", settings.cache_type_k]))
+    if settings.cache_type_v != "f16":
+        wanted.append((("-ctv", "--cache-type-v"), ["-ctv", settings.cache_type_v]))
+    if settings.needs_flash_attention:
+        wanted.append((("-fa", "--flash-attn"), ["-fa", "on"]))
     if settings.model:
         names = ("-m", "--model", "-mu", "--model-url", "-hf", "-hfr", "--hf-repo")
         if not _gives(given, names):

@@ -36,6 +36,13 @@ def parse_arguments(arguments: list[str] | None = None) -> tuple[SimulatedConfig
     add("--resume-reprefills", action="store_true", help="reuse KV only by appending to it")
     add("--native-park", action="store_true", help="offer park and unpark of processing slots")
     add("--slot-save-path", type=Path, help="directory for saved slots")
+    add("--kv-bytes-per-token", type=int, default=defaults.kv_bytes_per_token)
+    add(
+        "--kv-fixed-bytes",
+        type=int,
+        default=defaults.kv_fixed_bytes,
+        help="state of a sequence of any length",
+    )
     add("--alias", default=defaults.model_alias, help="name of the model")
     add("--faults", default="[]", help="JSON: a fault or an array of faults")
     add("--scripts", type=Path, help="JSON file: an array of {match, deltas, finish_reason}")
@@ -54,6 +61,8 @@ def parse_arguments(arguments: list[str] | None = None) -> tuple[SimulatedConfig
             resume_reprefills=given.resume_reprefills,
             slot_save_path=given.slot_save_path,
             native_park=given.native_park,
+            kv_bytes_per_token=given.kv_bytes_per_token,
+            kv_fixed_bytes=given.kv_fixed_bytes,
             model_alias=given.alias,
             faults=tuple(parse_faults(given.faults)),
         )

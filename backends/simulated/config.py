@@ -43,8 +43,8 @@ class SimulatedConfig:
     scripts: tuple[ScriptedReply, ...] = ()
 
     resume_reprefills: bool = False
-    """As hybrid and sliding-window models: KV can be appended to, never rolled back, so any other reuse
-    evaluates the whole prompt again."""
+    """As hybrid and sliding-window models: KV can be appended to, never rolled back, so any other reuse, and
+    any use of a restored slot, evaluates the whole prompt again."""
     slot_prompt_similarity: float = 0.1
     """A request without a slot takes the free slot that shares more than this part of its prompt."""
     slot_save_path: Path | None = None
@@ -55,6 +55,8 @@ class SimulatedConfig:
     """Host memory for parked sequences; a park that would exceed it is refused."""
     park_keepalive_s: float = 2.0
     kv_bytes_per_token: int = 163_840
+    kv_fixed_bytes: int = 0
+    """State of one sequence that does not grow with it, as recurrent layers have."""
 
     model_alias: str = "simulated"
     faults: tuple[Fault, ...] = ()
@@ -64,8 +66,10 @@ class SimulatedConfig:
             raise ValueError("at least one slot, and two tokens of context per slot")
         if not 0 <= self.eos_probability <= 1 or not 0 <= self.multibyte_rate <= 1:
             raise ValueError("eos_probability and multibyte_rate are probabilities")
-        if self.park_keepalive_s <= 0 or self.kv_bytes_per_token < 1:
-            raise ValueError("park_keepalive_s and kv_bytes_per_token must be above zero")
+        if self.park_keepalive_s <= 0 or self.kv_bytes_per_token < 1 or self.kv_fixed_bytes < 0:
+            raise ValueError(
+                "park_keepalive_s and kv_bytes_per_token must be above zero, kv_fixed_bytes not below"
+            )
 
     @property
     def slot_n_ctx(self) -> int:

@@ -18,7 +18,7 @@ class SimulatedEngine:
     def __init__(self, config: SimulatedConfig | None = None) -> None:
         self.config = config or SimulatedConfig()
         self.faults = FaultBook(self.config.faults)
-        self._loop = StepLoop(self.config)
+        self._loop = StepLoop(self.config, self.faults)
         self.app: ASGIApp = build_app(self.config, self._loop, self.faults, self.running)
         """Runs the engine itself under an ASGI server that speaks the lifespan protocol."""
 

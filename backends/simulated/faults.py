@@ -19,6 +19,12 @@ FaultKind = Literal[
     "ignore_disconnect",
     "slow_health",
     "refuse",
+    "save_fails",
+    "save_short",
+    "slow_save",
+    "restore_fails",
+    "restore_short",
+    "slow_restore",
 ]
 """What goes wrong:
 
@@ -31,9 +37,16 @@ FaultKind = Literal[
 - `ignore_disconnect`: the engine goes on generating for a client that has left.
 - `slow_health`: `GET /health` takes `delay_s`.
 - `refuse`: every connection is closed without an answer, whatever it asks for.
+- `save_fails`: a full disk: HTTP 500, and half of the file.
+- `save_short`: a full disk that nobody notices: half of the file, and an answer as if it were whole.
+- `restore_fails`: HTTP 400, and the slot is empty.
+- `restore_short`: half of the tokens come back, and the answer says so.
+- `slow_save`, `slow_restore`: the copy stalls every slot `delay_s` longer.
 """
 
-GENERATION_FAULTS: frozenset[FaultKind] = frozenset(get_args(FaultKind)) - {"slow_health", "refuse"}
+GENERATION_FAULTS: frozenset[FaultKind] = frozenset(
+    {"disconnect", "http_500", "hang", "truncated_sse", "html_error", "invalid_utf8", "ignore_disconnect"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +57,13 @@ class Fault:
     after_tokens: int = 0
     """Generated tokens the client gets first; 0 means before the response's headers."""
     match: str = ""
-    """Only requests whose prompt contains this text; empty for all."""
+    """Only requests whose prompt, or file name, contains this text; empty for all."""
     nth_request: int = 1
     """The first matching request that is hit, counted from 1."""
     times: int | None = 1
     """How many requests are hit from then on; None for all."""
     delay_s: float = 5.0
-    """Only for `slow_health`."""
+    """Only for `slow_health`, `slow_save` and `slow_restore`."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(FaultKind):
@@ -81,9 +94,9 @@ class FaultBook:
         text."""
         return self._take(GENERATION_FAULTS, prompt_text)
 
-    def take(self, kind: FaultKind) -> Fault | None:
+    def take(self, kind: FaultKind, filename: str = "") -> Fault | None:
         """The fault of this kind that hits the current (non-generation) request."""
-        return self._take(frozenset((kind,)), lambda: "")
+        return self._take(frozenset((kind,)), lambda: filename)
 
     def snapshot(self) -> list[dict[str, Any]]:
         """The faults in force with their counters, as plain data."""

@@ -21,6 +21,7 @@ from anyio.lowlevel import checkpoint
 
 from backends.simulated.config import SimulatedConfig
 from backends.simulated.events import Failed
+from backends.simulated.faults import FaultBook
 from backends.simulated.generation import Generation
 from backends.simulated.slot_actions import SlotAction, SlotActions
 from backends.simulated.slots import Slot, SlotTable, choose_slot, reusable_prefix
@@ -58,11 +59,11 @@ class _Plan:
 class StepLoop:
     """Slots, queue and clock of one simulated engine."""
 
-    def __init__(self, config: SimulatedConfig) -> None:
+    def __init__(self, config: SimulatedConfig, faults: FaultBook) -> None:
         self.slots = SlotTable(config)
         self._config = config
         self._timing = config.timing
-        self._actions = SlotActions(config, self.slots)
+        self._actions = SlotActions(config, self.slots, faults)
         self._queue: deque[Generation | SlotAction] = deque()
         self._parking: deque[SlotAction] = deque()
         self._wake = anyio.Event()
@@ -180,7 +181,7 @@ class StepLoop:
             reused = reusable_prefix(slot, prompt, append_only=self._config.resume_reprefills)
         del slot.tokens[reused:]
         generation.cached = generation.processed = reused
-        slot.generation = generation
+        slot.begin(generation)
         self._count(tokens_reused=reused)
         if not generation.hung:
             generation.report_progress()

@@ -1,15 +1,18 @@
 """Slot actions: save, restore, erase, and the native park and unpark.
 
 Each returns for how many seconds its copy stalls the step loop: in a real engine the copy runs on the only
-decode thread, so every running request waits for it.
+decode thread, so every running request waits for it. What a save or a restore may do wrong is in
+`backends/simulated/faults.py`.
 """
 
+import os
 from typing import Any, Literal
 
 import anyio
 
 from backends.simulated.config import SimulatedConfig
 from backends.simulated.events import ApiError, Notice
+from backends.simulated.faults import FaultBook, FaultKind
 from backends.simulated.slot_files import UNREADABLE, read_slot, slot_file, write_slot
 from backends.simulated.slots import Slot, SlotTable
 
@@ -40,10 +43,11 @@ class SlotAction:
 class SlotActions:
     """Carries actions out. The caller sees to it that save, restore and erase only meet idle slots."""
 
-    def __init__(self, config: SimulatedConfig, slots: SlotTable) -> None:
+    def __init__(self, config: SimulatedConfig, slots: SlotTable, faults: FaultBook) -> None:
         self._config = config
         self._timing = config.timing
         self._slots = slots
+        self._faults = faults
 
     def run(self, action: SlotAction) -> float:
         """Settles the action and returns for how many seconds it stalls the loop."""
@@ -69,8 +73,13 @@ class SlotActions:
 
     def _save(self, slot: Slot, filename: str) -> tuple[dict[str, Any], float]:
         path = slot_file(self._config.slot_save_path, filename)
-        size = write_slot(path, self._config.model_alias, slot.tokens)
-        stall_s = self._timing.save_s(len(slot.tokens))
+        size = write_slot(path, self._config.model_alias, slot.tokens, self._slots.kv_bytes(slot))
+        fails = self._faults.take("save_fails", filename)
+        if fails is not None or self._faults.take("save_short", filename) is not None:
+            os.truncate(path, size // 2)
+        if fails is not None:
+            raise ApiError(500, "Unable to save slot", "server_error")
+        stall_s = self._timing.save_s(len(slot.tokens)) + self._delay_s("slow_save", filename)
         return {
             "filename": filename,
             "n_saved": len(slot.tokens),
@@ -82,16 +91,24 @@ class SlotActions:
         path = slot_file(self._config.slot_save_path, filename)
         slot.tokens.clear()
         tokens, size = read_slot(path, self._config.model_alias)
-        if len(tokens) > self._config.slot_n_ctx or not self._fits(len(tokens)):
+        fails = self._faults.take("restore_fails", filename) is not None
+        if fails or len(tokens) > self._config.slot_n_ctx or not self._fits(len(tokens)):
             raise ApiError(400, UNREADABLE)
+        if self._faults.take("restore_short", filename) is not None:
+            del tokens[len(tokens) // 2 :]
         slot.tokens.extend(tokens)
-        stall_s = self._timing.restore_s(len(tokens))
+        slot.restored = True
+        stall_s = self._timing.restore_s(len(tokens)) + self._delay_s("slow_restore", filename)
         return {
             "filename": filename,
             "n_restored": len(tokens),
             "n_read": size,
             "timings": {"restore_ms": stall_s * 1000},
         }, stall_s
+
+    def _delay_s(self, kind: FaultKind, filename: str) -> float:
+        fault = self._faults.take(kind, filename)
+        return 0.0 if fault is None else fault.delay_s
 
     def _fits(self, tokens: int) -> bool:
         """A restore, unlike a decode step, clears no idle slot to make room."""

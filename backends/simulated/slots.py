@@ -15,6 +15,10 @@ class Slot:
         self.tokens: list[int] = []
         """Token ids whose KV is in the slot. It outlives the request, for the next one to reuse."""
         self.generation: Generation | None = None
+        self.has_run = False
+        """Whether it had a request since the engine's start; of any other slot `GET /slots` tells little."""
+        self.restored = False
+        """Whether its KV comes from a file, and no request has used it yet."""
         self.manually_parked = False
         self.last_used = 0
         """Step number of the last release; the least recently used slot is given away first."""
@@ -22,6 +26,12 @@ class Slot:
     @property
     def parked(self) -> bool:
         return self.generation is not None and self.generation.parked
+
+    def begin(self, generation: Generation) -> None:
+        """Gives the slot to a request."""
+        self.generation = generation
+        self.has_run = True
+        self.restored = False
 
     def release(self, step: int) -> None:
         """Ends the request's hold on the slot. A parked sequence's KV is gone with it."""
@@ -42,9 +52,13 @@ class Slot:
         if config.native_park:
             shown["is_preempted"] = self.parked
             shown["preempt_manual"] = self.manually_parked
+        if self.has_run:
+            # The name misleads: what is in the slot, generated tokens included.
+            shown["n_prompt_tokens"] = len(self.tokens)
+            shown["n_prompt_tokens_processed"] = shown["n_prompt_tokens_cache"] = 0
+            shown["next_token"] = [{"n_decoded": 0, "n_remain": -1}]
         if self.generation is not None:
             generation = self.generation
-            shown["n_prompt_tokens"] = generation.n_prompt
             shown["n_prompt_tokens_processed"] = generation.processed - generation.cached
             shown["n_prompt_tokens_cache"] = generation.cached
             shown["next_token"] = [{"n_decoded": generation.n_decoded, "n_remain": generation.n_remaining}]
@@ -79,7 +93,9 @@ class SlotTable:
 
     def kv_bytes(self, slot: Slot) -> int:
         """Size of the slot's KV."""
-        return len(slot.tokens) * self._config.kv_bytes_per_token
+        if not slot.tokens:
+            return 0
+        return self._config.kv_fixed_bytes + len(slot.tokens) * self._config.kv_bytes_per_token
 
     def make_room(self, new_tokens: int) -> bool:
         """Whether `new_tokens` more fit. A unified pool clears idle slots one by one until they do; with
@@ -113,11 +129,13 @@ def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
 def reusable_prefix(slot: Slot, prompt: list[int], *, append_only: bool) -> int:
     """Prompt tokens that need no evaluation in this slot; at least one token is always evaluated.
 
-    `append_only` is a cache that cannot be rolled back: it is reused whole or not at all.
+    `append_only` is a cache that cannot be rolled back: it is reused whole or not at all, and not at all
+    when it comes from a file, which has no state to go on from.
     """
     shared = common_prefix(slot.tokens, prompt)
     if append_only:
-        return shared if shared == len(slot.tokens) and shared < len(prompt) else 0
+        whole = shared == len(slot.tokens) and shared < len(prompt) and not slot.restored
+        return shared if whole else 0
     return min(shared, len(prompt) - 1)
 
 

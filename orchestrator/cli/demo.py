@@ -25,7 +25,9 @@ from benchmarks.report import Report, Summary, figure, milliseconds, percentile,
 from orchestrator.cli.common import ConfigOption, fail, load, logging_to, root_cause, writable_json
 from orchestrator.cli.demo_phase import Cast, DemoError, Phase, phase_config, run_phase
 from orchestrator.cli.figures import clock, duration, plural
-from orchestrator.cli.render import FAINT, FOREGROUND, Classes, joined, screen
+from orchestrator.cli.render import joined, screen
+from orchestrator.cli.rows import Classes
+from orchestrator.cli.styles import FAINT, FOREGROUND
 from orchestrator.cli.terminal import Screen, screen_of
 from orchestrator.cli.up import STARTUP_ERRORS
 from orchestrator.cli.view import SwarmState

@@ -19,7 +19,7 @@ from orchestrator.cli.common import ConfigOption, load
 from orchestrator.cli.engine_findings import backend_findings
 from orchestrator.cli.figures import plural
 from orchestrator.cli.findings import Finding, agent_findings, port_findings, redis_findings
-from orchestrator.cli.render import BAD, GOOD, PAUSED
+from orchestrator.cli.styles import BAD, GOOD, PAUSED
 from orchestrator.config import Config
 
 _STYLES = {"ok": GOOD, "warn": PAUSED, "fail": BAD}

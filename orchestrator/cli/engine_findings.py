@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -23,15 +22,19 @@ from backends.managed.settings import (
     llama_server_command,
     model_path,
 )
-from orchestrator.cli.figures import count, duration, plain, size
+from orchestrator.cli.figures import count, duration, plain
 from orchestrator.cli.findings import ASK_S, Finding, broken, ok, warn
-from orchestrator.cli.gguf import NotGguf, read_gguf
+from orchestrator.cli.kv_findings import (
+    MEASURED_TOKENS,
+    measured_kv,
+    model_findings,
+    running_kv,
+    swap_finding,
+)
 from orchestrator.config import Backend, Config
 from orchestrator.config.schema import BOUNDED_BATCH_TOKENS
 from orchestrator.service import engine_settings
 
-#: What the engine takes besides the model and its KV: compute buffers, the program itself.
-ENGINE_OVERHEAD_BYTES = 256 << 20
 SLOW_CANCEL_S = 0.25
 _PREFILL_TOKENS = 3000
 _INTO_PREFILL_S = 0.3
@@ -48,9 +51,10 @@ async def backend_findings(config: Config, backend: Backend, *, deep: bool) -> A
             yield finding
         return
     settings = engine_settings(backend)
-    usable = True
-    for finding in _to_start(backend, settings):
+    usable, kv_known = True, False
+    for finding in (*_to_start(backend, settings), swap_finding(backend, config.redis.state_dir)):
         usable = usable and finding.level != "fail"
+        kv_known = kv_known or (finding.what == _label(backend, "KV") and finding.level == "ok")
         yield finding
     if not deep or not usable:
         return
@@ -60,7 +64,7 @@ async def backend_findings(config: Config, backend: Backend, *, deep: bool) -> A
             async with ManagedEngine(settings, Path(folder), name=backend.name) as engine:
                 started_s = time.monotonic() - began
                 yield ok(_label(backend, "start"), f"serves after {duration(started_s)}")
-                async for finding in _running(config, backend, engine.url, deep=True):
+                async for finding in _running(config, backend, engine.url, deep=True, measure=not kv_known):
                     yield finding
         except ManagedEngineError as error:
             text = str(error).partition("; log: ")[0]
@@ -87,49 +91,9 @@ def _to_start(backend: Backend, settings: EngineSettings) -> Iterator[Finding]:
         return
     # A command line of the user's may name its model itself.
     with contextlib.suppress(EngineSettingsError):
-        yield from _model(backend, settings, model_path(settings.model))
+        yield from model_findings(backend, settings, model_path(settings.model))
     yield from _slots(backend, settings.engine_slots)
     yield _batch(backend)
-
-
-def _model(backend: Backend, settings: EngineSettings, path: Path) -> Iterator[Finding]:
-    what = _label(backend, "model")
-    try:
-        model = read_gguf(path)
-        file_bytes = path.stat().st_size
-    except NotGguf as error:
-        yield broken(what, f"{path.name} {error}", "set managed.model to a GGUF file")
-        return
-    except OSError as error:
-        yield broken(what, f"{path} cannot be read: {error.strerror}", "make it readable")
-        return
-    yield ok(what, f"{path.name}, {size(file_bytes)}, {plain(model.architecture or 'unknown architecture')}")
-    kv_bytes = (model.kv_bytes_per_token or 0) * settings.context
-    needed = file_bytes + kv_bytes + ENGINE_OVERHEAD_BYTES
-    available = available_memory()
-    text = f"about {size(needed)} needed ({size(kv_bytes)} of it KV)"
-    if available is None:
-        yield ok(_label(backend, "memory"), text)
-    elif needed <= available:
-        yield ok(_label(backend, "memory"), f"{text}, {size(available)} available")
-    else:
-        level = warn if settings.gpu_layers else broken
-        yield level(
-            _label(backend, "memory"),
-            f"{text}, but only {size(available)} available",
-            "use a smaller model, or lower managed.context",
-        )
-
-
-def available_memory() -> int | None:
-    """Bytes of memory that programs can still get; None where the system does not say."""
-    with contextlib.suppress(OSError, ValueError), Path("/proc/meminfo").open() as lines:
-        for line in lines:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    with contextlib.suppress(OSError, ValueError):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return None
 
 
 # What holds for both -----------------------------------------------------------------------------
@@ -174,7 +138,10 @@ def _batch(backend: Backend) -> Finding:
 # Running engines ---------------------------------------------------------------------------------
 
 
-async def _running(config: Config, backend: Backend, url: str, *, deep: bool) -> AsyncIterator[Finding]:
+async def _running(
+    config: Config, backend: Backend, url: str, *, deep: bool, measure: bool = True
+) -> AsyncIterator[Finding]:
+    """`measure`: nobody knows how many bytes a token of KV has, so that a deep check finds out."""
     async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=ASK_S) as client:
         try:
             reached = await _reachable(backend, url, client)
@@ -191,7 +158,7 @@ async def _running(config: Config, backend: Backend, url: str, *, deep: bool) ->
             for finding in _of_slots(config, backend, slots):
                 yield finding
             if deep:
-                async for finding in _deep(backend, client, slots):
+                async for finding in _deep(backend, client, slots, measure=measure):
                     yield finding
         except httpx.HTTPError as error:
             text = f"broke off: {' '.join(str(error).split()) or type(error).__name__}"
@@ -232,6 +199,8 @@ def _of_slots(config: Config, backend: Backend, slots: list[dict[str, Any]]) -> 
     if backend.managed is None:
         yield from _slots(backend, len(slots))
         yield _batch(backend)
+        yield running_kv(backend)
+        yield swap_finding(backend, config.redis.state_dir)
     yield _layout(backend)
     context = slots[0].get("n_ctx")
     if isinstance(context, int):
@@ -276,7 +245,7 @@ def _context(config: Config, backend: Backend, context: int) -> Finding:
 
 
 async def _deep(
-    backend: Backend, client: httpx.AsyncClient, slots: list[dict[str, Any]]
+    backend: Backend, client: httpx.AsyncClient, slots: list[dict[str, Any]], *, measure: bool
 ) -> AsyncIterator[Finding]:
     free = next((slot for slot in slots if not slot.get("is_processing")), None)
     if free is None or not isinstance(free.get("id"), int):
@@ -286,7 +255,8 @@ async def _deep(
     context = free.get("n_ctx")
     tokens = min(_PREFILL_TOKENS, int(context * 0.7) if isinstance(context, int) else _PREFILL_TOKENS)
     yield await _cancel(backend, client, free["id"], tokens)
-    yield await _save(backend, client, free["id"])
+    for finding in await _save(backend, client, free["id"], measure=measure):
+        yield finding
 
 
 async def _cancel(backend: Backend, client: httpx.AsyncClient, slot: int, tokens: int) -> Finding:
@@ -336,18 +306,41 @@ async def _is_busy(client: httpx.AsyncClient, slot: int) -> bool:
     return any(bool(entry.get("is_processing")) for entry in listed if entry.get("id") == slot)
 
 
-async def _save(backend: Backend, client: httpx.AsyncClient, slot: int) -> Finding:
-    """Save the slot's KV, and erase it there again."""
+async def _save(backend: Backend, client: httpx.AsyncClient, slot: int, *, measure: bool) -> list[Finding]:
+    """Save the slot's KV, and see how large it is where nobody knows; the slot is empty afterwards."""
     what, name = _label(backend, "save path"), "swarm-doctor.bin"
-    response = await client.post(f"/slots/{slot}?action=save", json={"filename": name}, timeout=60.0)
-    if response.status_code == 200:
+    try:
+        if await _saved_bytes(client, slot, name) is None:
+            text = "KV cannot be saved: what has to leave its slot is computed again"
+            return [warn(what, text, "start the server with --slot-save-path, on a memory file system")]
+        found = [ok(what, "KV can be saved")]
+        if measure:
+            found.append(
+                measured_kv(backend, [await _prompt_bytes(client, slot, name, n) for n in MEASURED_TOKENS])
+            )
+        return found
+    finally:
         await client.post(f"/slots/{slot}?action=erase", json={}, timeout=60.0)
         if backend.save_path is not None:
             with contextlib.suppress(OSError):
                 (backend.save_path / name).unlink()
-        return ok(what, "KV can be saved")
-    return warn(
-        what,
-        "KV cannot be saved: what has to leave its slot is computed again",
-        "start the server with --slot-save-path, on a memory file system",
-    )
+
+
+async def _prompt_bytes(client: httpx.AsyncClient, slot: int, name: str, tokens: int) -> int | None:
+    """Bytes of a saved prompt of so many tokens; None when it is not saved as that."""
+    await client.post(f"/slots/{slot}?action=erase", json={}, timeout=60.0)
+    body = {"prompt": [100 + index for index in range(tokens)], "n_predict": 0, "id_slot": slot}
+    await client.post("/completion", json=body, timeout=60.0)
+    return await _saved_bytes(client, slot, name, tokens)
+
+
+async def _saved_bytes(
+    client: httpx.AsyncClient, slot: int, name: str, tokens: int | None = None
+) -> int | None:
+    response = await client.post(f"/slots/{slot}?action=save", json={"filename": name}, timeout=60.0)
+    try:
+        report = orjson.loads(response.content)
+        matches = response.status_code == 200 and tokens in (None, int(report["n_saved"]))
+        return int(report["n_written"]) if matches else None
+    except (KeyError, TypeError, ValueError):
+        return None

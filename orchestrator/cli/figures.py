@@ -23,6 +23,14 @@ def count(number: int) -> str:
     return f"{number:,}"
 
 
+def short_count(number: int) -> str:
+    """A count with at most three digits, as `812`, `5.2k`, `24.6k` or `1.3M`."""
+    if number < 1000:
+        return str(number)
+    value, unit = (number / 1e3, "k") if number < 999_500 else (number / 1e6, "M")
+    return f"{value:.1f}{unit}" if value < 99.95 else f"{value:,.0f}{unit}"
+
+
 def duration(seconds: float) -> str:
     """Seconds as `850 us`, `25.3 ms`, `4.91 s`, `2 min 05 s` or `3 h 07 min`, with about three digits."""
     if seconds < 0:

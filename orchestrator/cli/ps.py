@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.text import Text
 
 from orchestrator.cli.common import fail
-from orchestrator.cli.render import BAD, FAINT, Classes, screen
+from orchestrator.cli.render import screen
+from orchestrator.cli.rows import Classes
 from orchestrator.cli.service_client import (
     DEFAULT_CONFIG,
     JsonFlag,
@@ -22,6 +23,7 @@ from orchestrator.cli.service_client import (
     service_url,
     settings_for,
 )
+from orchestrator.cli.styles import BAD, FAINT
 from orchestrator.cli.terminal import screen_of, wait_for_quit
 from orchestrator.cli.view import SwarmState
 

@@ -8,11 +8,21 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator.cli.columns import Column, fit, layout, used
-from orchestrator.cli.figures import count, duration, plain, plural
-from orchestrator.cli.render import BAD, FAINT, GOOD, PAUSED, WIDE, short_turn
+from orchestrator.cli.figures import count, duration, plain, plural, size
+from orchestrator.cli.rows import short_turn
+from orchestrator.cli.styles import BAD, FAINT, GOOD, PAUSED, SWAPPED, TIER_STYLES, WARNING, WIDE
 from orchestrator.cli.view import TimelineEntry, TurnStory, TurnSummary
 
 STATE_STYLES = {"running": GOOD, "paused": PAUSED, "failed": BAD, "done": FAINT, "cancelled": FAINT}
+EVENT_STYLES = {
+    "paused": PAUSED,
+    "swapped": SWAPPED,
+    "restored": SWAPPED,
+    "dropped": PAUSED,
+    "swap_failed": WARNING,
+    "interrupted": BAD,
+    "failed": BAD,
+}
 _MIN_WIDTH_OF_EVENTS = 20
 _MIN_END = 12
 
@@ -31,13 +41,13 @@ def turn_lines(turns: Sequence[TurnSummary], width: int, now: float) -> Iterator
     )
     columns = layout(wanted, turns, width, _MIN_END)
     end_width = max(1, width - used(columns) - 1)
-    header = " ".join(fit(column.title, size, column.justify) for column, size in columns)
+    header = " ".join(fit(column.title, cells, column.justify) for column, cells in columns)
     yield Text(f"{header}  end", style=f"bold {FAINT}", no_wrap=True)
     for turn in turns:
         line = Text(no_wrap=True, overflow="ellipsis")
-        for column, size in columns:
-            style = STATE_STYLES.get(turn.state, "") if column.title == "state" else ""
-            line.append(column.cell(turn, size) + " ", style=style)
+        for column, cells in columns:
+            style = _state_style(turn) if column.title == "state" else ""
+            line.append(column.cell(turn, cells) + " ", style=style)
         end = turn.error or turn.finish_reason or ""
         line.append(" " + fit(plain(end), end_width), style=BAD if turn.error else "")
         line.rstrip()
@@ -46,7 +56,7 @@ def turn_lines(turns: Sequence[TurnSummary], width: int, now: float) -> Iterator
 
 def turn_head(turn: TurnStory) -> Iterator[Text]:
     """What the turn is, and how far."""
-    state = Text(plain(turn.state), style=STATE_STYLES.get(turn.state, ""))
+    state = Text(plain(turn.state), style=_state_style(turn))
     if turn.tier and turn.state == "paused":
         state.append(f" ({plain(turn.tier)})")
     yield Text(plain(turn.id), style="bold").append("  ").append_text(state)
@@ -79,13 +89,18 @@ def timeline(story: TurnStory) -> Table:
             left_at = entry.t
         elif entry.event == "resumed" and left_at is not None:
             away_s, left_at = entry.t - left_at, None
-        style = {"paused": PAUSED, "interrupted": BAD, "failed": BAD, "dropped": PAUSED}.get(entry.event, "")
         table.add_row(
             duration(entry.t - begin) if entry.t != begin else "0",
-            Text(plain(entry.event), style=style),
+            Text(plain(entry.event).replace("_", " "), style=EVENT_STYLES.get(entry.event, "")),
             Text(what_happened(entry, away_s)),
         )
     return table
+
+
+def _state_style(turn: TurnSummary) -> str:
+    if turn.state == "paused":
+        return TIER_STYLES.get(turn.tier or "", PAUSED)
+    return STATE_STYLES.get(turn.state, "")
 
 
 def what_happened(entry: TimelineEntry, away_s: float | None = None) -> str:
@@ -122,7 +137,15 @@ _WORDS: dict[str, tuple[tuple[str, str], ...]] = {
         ("kv_tokens", "KV {} tokens"),
         ("by", "for {}"),
     ),
+    "swapped": (
+        ("kv_tokens", "KV {} tokens"),
+        ("file_bytes", "in a file of {}"),
+        ("stall_s", "engine stalled {}"),
+    ),
+    "restored": (("kv_tokens", "KV {} tokens"), ("stall_s", "engine stalled {}")),
+    "swap_failed": (("error", "{}"),),
     "resumed": (
+        ("tier", "KV was {}"),
         ("slot", "in slot {}"),
         ("engine_wait_s", "{} after the command"),
         ("tokens_reevaluated", "{} re-evaluated"),
@@ -141,6 +164,8 @@ def _spoken(key: str, value: object) -> str:
         return plain(value)
     if key.endswith("_s"):
         return duration(value)
+    if key.endswith("_bytes") and isinstance(value, int):
+        return size(value)
     if key.startswith("tokens_") and isinstance(value, int):
         return plural(value, "token")
     return count(value) if isinstance(value, int) else f"{value:g}"

@@ -13,8 +13,9 @@ import typer
 from rich.console import Console
 
 from orchestrator.cli.common import fail
-from orchestrator.cli.render import TURN_PREFIX, joined, short_turn
+from orchestrator.cli.render import joined
 from orchestrator.cli.render_turns import timeline, turn_head, turn_lines
+from orchestrator.cli.rows import TURN_PREFIX, short_turn
 from orchestrator.cli.service_client import (
     DEFAULT_CONFIG,
     JsonFlag,

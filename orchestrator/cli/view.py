@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 
 def _zero(value: object) -> object:
     return 0 if value is None else value
+
+
+def _nothing(value: object) -> object:
+    return {} if value is None else value
 
 
 Count = Annotated[int, BeforeValidator(_zero)]
@@ -23,17 +27,53 @@ class View(BaseModel):
 
 
 class Kv(View):
-    """KV of one backend; bytes are None where the engine's bytes per token are not known."""
+    """KV of one backend; bytes are None where nobody knows what a token takes.
+
+    Used is what the slots hold, charged what is promised; `owners` says in tokens to whom.
+    """
 
     budget_bytes: int | None = None
     used_bytes: int | None = None
+    charged_bytes: int | None = None
     budget_tokens: int | None = None
     used_tokens: int | None = None
+    charged_tokens: int | None = None
+    owners: Annotated[dict[str, Count], BeforeValidator(_nothing)] = {}
     layout: str | None = None
 
 
+class Swap(View):
+    """KV of paused turns in files. `paused_until_s`: after failures none is written for so long."""
+
+    enabled: bool | None = None
+    budget_bytes: int | None = None
+    used_bytes: Count = 0
+    files: Count = 0
+    turns: Count = 0
+    saves: Count = 0
+    restores: Count = 0
+    failures: Count = 0
+    stalls: Count = 0
+    paused_until_s: float | None = None
+
+
+class CostFigures(View):
+    """What was measured of this engine, None until it was. `*_reevaluated`: the share that resumes lost."""
+
+    prefill_tokens_per_s: float | None = None
+    save_s_per_1k_tokens: float | None = None
+    restore_s_per_1k_tokens: float | None = None
+    resident_s_per_1k_tokens: float | None = None
+    resident_reevaluated: float | None = None
+    swapped_reevaluated: float | None = None
+
+
 class Slot(View):
-    """One engine slot. `tokens` of `max_tokens` is how far its turn is."""
+    """One engine slot. `tokens` of `max_tokens` is how far its turn is.
+
+    `has_copy`: its KV is in a file as well. `resume_cost_s`: what its turn's resumes took so far, and
+    `predicted_resume_s` what the next one would, by tier.
+    """
 
     id: int
     state: str
@@ -45,6 +85,9 @@ class Slot(View):
     tokens: int | None = None
     max_tokens: int | None = None
     preemptions: int | None = None
+    has_copy: bool | None = Field(default=None, alias="copy")
+    resume_cost_s: float | None = None
+    predicted_resume_s: Annotated[dict[str, float | None], BeforeValidator(_nothing)] = {}
 
 
 class PausedTurn(View):
@@ -59,6 +102,9 @@ class PausedTurn(View):
     tokens: int | None = None
     max_tokens: int | None = None
     preemptions: int | None = None
+    swap_bytes: int | None = None
+    resume_cost_s: float | None = None
+    predicted_resume_s: float | None = None
     held: bool = False
 
 
@@ -73,7 +119,9 @@ class BackendView(View):
     decode_slots: int | None = None
     decoding: int | None = None
     engine_slots: Count = 0
-    kv: Kv = Kv()
+    kv: Annotated[Kv, BeforeValidator(_nothing)] = Kv()
+    swap: Swap | None = None
+    costs: Annotated[CostFigures, BeforeValidator(_nothing)] = CostFigures()
     slots: tuple[Slot, ...] = ()
     step_s: float | None = None
 

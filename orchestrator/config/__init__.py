@@ -21,6 +21,7 @@ from orchestrator.config.schema import (
     Policy,
     Redis,
     Server,
+    Vram,
     Workload,
 )
 
@@ -37,6 +38,7 @@ __all__ = [
     "Problem",
     "Redis",
     "Server",
+    "Vram",
     "Workload",
     "load_config",
     "parse_config",

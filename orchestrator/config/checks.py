@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from decimal import Decimal
 from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
@@ -10,6 +11,16 @@ from pydantic_core import PydanticCustomError
 
 #: Names that mean the GGUF of an installed package; anything else is a path.
 BUNDLED_MODELS = ("smollm2-135m",)
+
+#: What llama.cpp can keep K and V in.
+CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
+
+MAX_SIZE = 1 << 50
+_UNITS = {
+    "b": 1,
+    **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", 1)},
+    **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", 1)},
+}
 
 NAME = r"[a-z0-9][a-z0-9_-]*"
 NAME_WORDS = "a name of lower-case letters, digits, _ and -, starting with a letter or digit"
@@ -38,6 +49,36 @@ def number(low: float, high: float) -> BeforeValidator:
         if type(value) not in (int, float) or not low <= value <= high:  # type: ignore[operator]
             raise refuse(f"a number from {low:g} to {high:g}")
         return value
+
+    return BeforeValidator(check)
+
+
+def parse_size(value: object) -> int | None:
+    """Bytes of a size as written: `9.5GiB`, `512 MB`, `1048576`; None when it is none.
+
+    MB are 1000 * 1000 bytes and MiB 1024 * 1024, in any case. A fraction of a byte is left out.
+    """
+    if type(value) is int:
+        return value if 0 <= value <= MAX_SIZE else None
+    if not isinstance(value, str):
+        return None
+    found = re.fullmatch(r"([0-9]{1,16}(?:\.[0-9]{1,16})?) ?([a-z]+)", value.lower())
+    if found is None or found[2] not in _UNITS:
+        return None
+    n_bytes = int(Decimal(found[1]) * _UNITS[found[2]])
+    return n_bytes if n_bytes <= MAX_SIZE else None
+
+
+def size(least: int = 0) -> BeforeValidator:
+    """Bytes, at least so many, written as `parse_size` reads them."""
+
+    def check(value: object) -> object:
+        n_bytes = parse_size(value)
+        if n_bytes is None:
+            raise refuse("a size such as 9.5GiB, 512MiB, 1500MB or a whole number of bytes (at most 1024TiB)")
+        if n_bytes < least:
+            raise refuse("a size above zero")
+        return n_bytes
 
     return BeforeValidator(check)
 

@@ -77,6 +77,7 @@ _MODELS: dict[KeyPath, type[BaseModel]] = {
     ("redis",): schema.Redis,
     ("backends", "*"): schema.Backend,
     ("backends", "*", "managed"): schema.ManagedEngine,
+    ("backends", "*", "vram"): schema.Vram,
     ("policy",): schema.Policy,
     ("agents", "*"): schema.Agent,
     ("agents", "*", "workload"): schema.Workload,

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 from typing import Any
 
+from orchestrator.config.checks import parse_size
 from orchestrator.config.document import Document, KeyPath, quote
 from orchestrator.config.schema import DEFAULT_PRIORITIES, Agent, ManagedEngine, default_engine_slots
 
@@ -50,6 +51,7 @@ def _backend(path: KeyPath, backend: dict[str, Any]) -> Iterator[Finding]:
         yield path, "needs url (the address of a running engine) or managed (an engine to start)"
     elif url is None and managed is None:
         yield path, "needs a value for url or managed (managed: {} starts the bundled engine)"
+    yield from _memory(path, backend)
     if not isinstance(managed, dict):
         return
     yield from _managed((*path, "managed"), managed)
@@ -57,6 +59,25 @@ def _backend(path: KeyPath, backend: dict[str, Any]) -> Iterator[Finding]:
         said, meant = backend.get(key), managed.get(key, ManagedEngine.model_fields[key].default)
         if said is not None and meant is not None and said != meant:
             yield (*path, key), f"differs from managed.{key}: give it there only"
+
+
+def _memory(path: KeyPath, backend: dict[str, Any]) -> Iterator[Finding]:
+    vram, swap = backend.get("vram"), backend.get("swap_budget")
+    if backend.get("kv_budget") is not None and vram is not None:
+        yield (*path, "vram"), "says the same as kv_budget: keep one of them"
+    if isinstance(vram, dict):
+        buffers = vram.get("buffers")
+        sizes = [parse_size(vram.get(key)) for key in ("usable", "weights")]
+        usable, weights, other = (*sizes, parse_size(0 if buffers is None else buffers))
+        if usable and weights is not None and other is not None and usable <= weights + other:
+            taken = f"{weights + other:,} of {usable:,} usable bytes"
+            yield (*path, "vram"), f"leaves nothing for KV: weights and buffers take {taken}"
+    external = backend.get("url") is not None and backend.get("managed") is None
+    if external and parse_size(swap) and backend.get("save_path") is None:
+        yield (
+            (*path, "swap_budget"),
+            "needs save_path: the folder that the engine was started with as --slot-save-path",
+        )
 
 
 def _managed(path: KeyPath, managed: dict[str, Any]) -> Iterator[Finding]:

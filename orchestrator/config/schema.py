@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from orchestrator.config.checks import (
     BUNDLED_MODELS,
+    CACHE_TYPES,
     NAME,
     NAME_WORDS,
     anchored_path,
@@ -22,6 +23,7 @@ from orchestrator.config.checks import (
     number,
     one_of,
     redis_url,
+    size,
     switch,
     text,
     whole,
@@ -42,6 +44,9 @@ DEFAULT_DECODE_SLOTS = 8
 Name = Annotated[str, text(NAME_WORDS, NAME)]
 Layout = Literal["split", "unified"]
 layout_check = one_of("split", "unified")
+CacheType = Annotated[
+    Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"], one_of(*CACHE_TYPES)
+]
 
 
 def default_engine_slots(decode_slots: int) -> int:
@@ -104,11 +109,24 @@ class ManagedEngine(Settings):
     #: Niceness of the engine's process: above 0 the service's own work goes first.
     nice: Annotated[int, whole(0, 19)] = 5
     gpu_layers: Annotated[int, whole(0, 10_000)] | None = None
+    #: What keys and values are kept in: fewer bits hold more tokens, and change what the model says a little.
+    cache_type_k: CacheType = "f16"
+    cache_type_v: CacheType = "f16"
 
     @property
     def model_name(self) -> str:
         """The name of the model file without its folder and ending."""
         return self.model if self.model in BUNDLED_MODELS else Path(self.model).stem
+
+
+class Vram(Settings):
+    """What a GPU has and what of it is not for KV, in bytes; the rest is the KV budget."""
+
+    #: What the engine may take: the card's memory less what the desktop and others use.
+    usable: Annotated[int, size(1)]
+    weights: Annotated[int, size()]
+    #: The engine's compute buffers.
+    buffers: Annotated[int, size()] = 0
 
 
 def _of_managed(key: str) -> Any:
@@ -144,7 +162,21 @@ class Backend(Settings):
     #: As written: 0 is never, None is automatic. `piece_tokens` is the answer.
     prefill_piece_tokens: Annotated[int, whole(0, 65_536)] | None = None
     kv_bytes_per_token: Annotated[int, whole(1, 1 << 32)] | None = None
+    #: The most bytes of KV that the engine may hold, as written; `kv_budget_bytes` is the answer.
+    kv_budget: Annotated[int, size(1)] | None = None
+    #: Another way to say `kv_budget`.
+    vram: Vram | None = None
+    #: The folder for swapped KV, as the engine is told it; None, for a managed engine: one in memory.
     save_path: Annotated[Path, anchored_path] | None = None
+    #: The most bytes of files in `save_path`. 0: no swap; None: half of what is free there, at most 8 GiB.
+    swap_budget: Annotated[int, size()] | None = None
+
+    @property
+    def kv_budget_bytes(self) -> int | None:
+        """The most bytes of KV that the engine may hold; None: as much as its context has."""
+        if self.vram is not None:
+            return self.vram.usable - self.vram.weights - self.vram.buffers
+        return self.kv_budget
 
     @property
     def piece_tokens(self) -> int | None:

@@ -17,7 +17,7 @@ from redis.exceptions import RedisError
 from orchestrator.broker import Broker, Lease, LogAppend, timeline_entry
 from orchestrator.dispatcher.outbox import Outbox
 from orchestrator.dispatcher.turn_run import TurnRun
-from orchestrator.turns import IllegalTransition, Tier, TurnState
+from orchestrator.turns import IllegalTransition, TurnState
 
 _T = TypeVar("_T")
 _log = structlog.get_logger(__name__)
@@ -103,10 +103,9 @@ class Books:
         }
         await self.advance(run, state, entry, {**totals, **(fields or {})}, {f"turns_{state.value}": 1})
 
-    async def dropped(self, run: TurnRun) -> None:
-        """Note that a paused turn's KV was given up."""
-        entry, fields = timeline_entry("dropped"), {"tier": Tier.DROPPED.value}
+    async def note(
+        self, run: TurnRun, state: TurnState, entry: bytes, fields: Mapping[str, str] | None = None
+    ) -> None:
+        """Write a line into the timeline of a turn that is in `state` and stays there."""
         async with run.books:
-            await persistently(
-                lambda: self._broker.note(self._lease, run.id, TurnState.PAUSED, entry, fields)
-            )
+            await persistently(lambda: self._broker.note(self._lease, run.id, state, entry, fields))

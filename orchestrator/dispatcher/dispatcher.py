@@ -17,7 +17,6 @@ that a cancel that came while nobody owned the backend is not lost.
 
 from __future__ import annotations
 
-import math
 import time
 from typing import Any, TypeVar
 
@@ -33,7 +32,6 @@ from backends.protocol import (
     EngineRefused,
     EngineUnavailable,
     Finished,
-    KvLayout,
     ReplySoFar,
 )
 from orchestrator.broker import (
@@ -48,8 +46,12 @@ from orchestrator.broker import (
     timeline_entry,
 )
 from orchestrator.dispatcher.books import Books, persistently
+from orchestrator.dispatcher.meter import StepMeter
 from orchestrator.dispatcher.options import DispatcherOptions
+from orchestrator.dispatcher.prefix import prompt_prefix
+from orchestrator.dispatcher.sizing import make_policy, swap_budget, within_budget
 from orchestrator.dispatcher.state import backend_state
+from orchestrator.dispatcher.swapper import Swapper
 from orchestrator.dispatcher.turn_run import TurnRun, replay
 from orchestrator.scheduler import (
     Abort,
@@ -65,18 +67,24 @@ from orchestrator.scheduler import (
     Erase,
     Erased,
     Event,
+    Forget,
     HoldRequested,
     MarkDropped,
+    MarkSwapped,
     Pause,
     Paused,
     Policy,
+    Prefilled,
+    Prefix,
     Progressed,
     Recovered,
     ReleaseRequested,
     Resume,
+    Save,
     Scheduler,
     Start,
     Started,
+    Stepped,
     Tick,
     TurnQueued,
     Withdrawn,
@@ -90,7 +98,6 @@ HEALTH_EVERY_S = 2.0
 STATE_EVERY_S = 0.25
 TICK_S = 1.0
 MAX_FAILURES = 5
-STEP_SMOOTHING = 0.05
 
 # What a read of the events may take beyond the wait it asks for, before its connection counts as dead.
 EVENTS_GRACE_S = 5.0
@@ -122,12 +129,12 @@ class Dispatcher:
         self._blocking = blocking
         self._owner = owner
         self.info: EngineInfo | None = None
-        self._step_s: float | None = None
         self._reset()
 
     def _reset(self) -> None:
         self._runs: dict[str, TurnRun] = {}
         self._changed = anyio.Event()
+        self._steps = StepMeter()
         self._engine_epoch = 0
         self.healthy = False
 
@@ -170,9 +177,15 @@ class Dispatcher:
         self._books = Books(self._broker, lease)
         self._reset()
         async with anyio.create_task_group() as self._tasks:
+            self._swapper = Swapper(self._backend, self._books, self._tasks, self._handle)
             self._tasks.start_soon(self._renew)
             self._tasks.start_soon(self._books.run)
             self.info = await self._describe()
+            orphans = await self._backend.clear_swap()
+            if orphans:
+                _log.info("swap files of an earlier owner removed", backend=self.options.name, files=orphans)
+            # Decided once: what is free changes with every file.
+            self._swap_bytes = swap_budget(self.options, self.info, self._backend.swap_space())
             self._scheduler = Scheduler(self._policy(self.info))
             # Before the records are read: what is asked of a turn after that comes as an event.
             position, waiting = await persistently(lambda: self._broker.snapshot(self.options.pool))
@@ -191,7 +204,7 @@ class Dispatcher:
         told = False
         while True:
             try:
-                return await self._backend.describe()
+                return within_budget(await self._backend.describe(), self.options)
             except (EngineUnavailable, EngineRefused) as error:
                 if not told:
                     _log.warning("engine not ready", backend=self.options.name, error=str(error))
@@ -199,20 +212,8 @@ class Dispatcher:
             await anyio.sleep(0.5)
 
     def _policy(self, info: EngineInfo) -> Policy:
-        options = self.options
-        decode_slots = min(options.decode_slots or max(1, info.engine_slots - 1), info.engine_slots)
-        return Policy(
-            decode_slots=decode_slots,
-            engine_slots=info.engine_slots,
-            # Half of the spare ones: paused turns stay where they ran, so the others rarely need these.
-            first_slots=(info.engine_slots - decode_slots + 1) // 2,
-            kv_budget_tokens=info.kv_budget_tokens if info.kv_layout is KvLayout.UNIFIED else None,
-            preemption=options.preemption,
-            min_run_s=options.min_run_s,
-            max_preemptions=options.max_preemptions,
-            aging_s=options.aging_s,
-            priorities=options.priorities,
-        )
+        fence = self._lease.value.partition(":")[0]
+        return make_policy(self.options, info, self._swap_bytes, tag=f"s{fence}")
 
     async def _recover(self) -> None:
         """Take over what a former owner left: turns that ended only in their log, and unfinished ones."""
@@ -237,12 +238,12 @@ class Dispatcher:
                 run.put(error_entry(502, message, "engine_error"))
                 await self._close_recovered(run, orjson.loads(run.entries[-1]))
                 continue
-            self._prepare(run, told.so_far)
+            prefix = self._prepare(run, told.so_far)
             if record.state is TurnState.RUNNING:
                 entry = timeline_entry("interrupted", tokens=run.n_tokens)
                 await self._books.advance(run, TurnState.PAUSED, entry, {"tier": Tier.DROPPED.value})
             self._handle(
-                Recovered(run.id, request.agent, request.priority, record.seq, request.size.kv_tokens)
+                Recovered(run.id, request.agent, request.priority, record.seq, request.size.kv_tokens, prefix)
             )
             if record.held:
                 self._handle(HoldRequested(run.id))
@@ -292,7 +293,12 @@ class Dispatcher:
             running = self._report_progress()
             state = orjson.dumps(
                 backend_state(
-                    self.options, self.info, self.healthy, self._scheduler.view(), self._runs, self._step_s
+                    self.options,
+                    self.info,
+                    self.healthy,
+                    self._scheduler.view(now := time.monotonic()),
+                    self._runs,
+                    now,
                 )
             )
             try:
@@ -310,6 +316,10 @@ class Dispatcher:
         running = [run for run in self._runs.values() if run.running]
         for run in running:
             self._handle(Progressed(run.id, run.prompt_tokens + run.n_tokens))
+        prefilling = any(run.scope is not None and not run.last_delta for run in self._runs.values())
+        step_s = self._steps.take(prefilling)
+        if step_s is not None:
+            self._handle(Stepped(step_s))
         return bool(running)
 
     async def _tick(self) -> None:
@@ -344,8 +354,14 @@ class Dispatcher:
         match command:
             case Claim(turn):
                 self._tasks.start_soon(self._claim, turn)
-            case Start(turn, slot) | Resume(turn, slot):
-                self._tasks.start_soon(self._segment, self._runs[turn], slot)
+            case Start(turn, slot, source):
+                run = self._runs[turn]
+                run.tier = None
+                self._tasks.start_soon(self._segment, run, slot, source)
+            case Resume(turn, slot, tier, source):
+                run = self._runs[turn]
+                run.tier = tier
+                self._tasks.start_soon(self._segment, run, slot, source)
             case Pause(turn, by):
                 run = self._runs[turn]
                 run.preempted_by = by
@@ -358,8 +374,14 @@ class Dispatcher:
                     run.scope.cancel()
             case Discard(turn):
                 self._tasks.start_soon(self._discard, self._runs.pop(turn))
+            case MarkSwapped(turn, key):
+                self._tasks.start_soon(self._swapper.swapped, self._runs[turn], key)
             case MarkDropped(turn):
-                self._tasks.start_soon(self._drop, self._runs[turn])
+                self._tasks.start_soon(self._swapper.dropped, self._runs[turn])
+            case Save(slot, key, of):
+                self._tasks.start_soon(self._swapper.save, slot, key, self._runs.get(of or ""))
+            case Forget(key):
+                self._tasks.start_soon(self._swapper.forget, key)
             case Erase(slot):
                 self._tasks.start_soon(self._erase, slot)
 
@@ -370,12 +392,13 @@ class Dispatcher:
         if record is None:
             self._handle(ClaimLost(turn))
             return
-        self._prepare(self._new_run(record), None)
-        self._handle(Claimed(turn))
+        prefix = self._prepare(self._new_run(record), None)
+        self._handle(Claimed(turn, prefix, record.request.size.max_tokens))
 
-    async def _segment(self, run: TurnRun, slot: int) -> None:
+    async def _segment(self, run: TurnRun, slot: int, source: str | None) -> None:
         run.slot = slot
-        run.commanded_at = time.monotonic()
+        run.last_delta = 0.0
+        run.commanded_at = run.asked_at = time.monotonic()
         generation = run.generation
         epoch = self._engine_epoch
         if run.aborted:  # between the command and this task's first step
@@ -387,6 +410,8 @@ class Dispatcher:
         end: Finished | Cut | None = None
         try:
             with anyio.CancelScope() as run.scope:
+                if source is not None:
+                    await self._swapper.restore(run, source, slot)
                 end = await generation.run(slot, run)
         except EngineRefused as error:
             await self._fail(run, error.status, str(error), error.kind)
@@ -475,11 +500,6 @@ class Dispatcher:
         if was_running:
             await self._books.advance(run, TurnState.PAUSED, entry, {"tier": Tier.DROPPED.value})
 
-    async def _drop(self, run: TurnRun) -> None:
-        if run.generation is not None:
-            await run.generation.discard()
-        await self._books.dropped(run)
-
     async def _erase(self, slot: int) -> None:
         try:
             await self._backend.erase(slot)
@@ -514,23 +534,29 @@ class Dispatcher:
             record.request.gateway,
             on_output=self._books.put,
             on_started=self._on_started,
-            on_step=self._on_step,
+            on_step=self._steps.add,
+            on_first_delta=self._on_first_delta,
         )
         self._runs[run.id] = run
         return run
 
-    def _prepare(self, run: TurnRun, so_far: ReplySoFar | None) -> None:
-        """Give the turn its generation; without one its first segment fails it."""
+    def _prepare(self, run: TurnRun, so_far: ReplySoFar | None) -> Prefix:
+        """Give the turn its generation, and say what its prompt is known by.
+
+        Without a generation its first segment fails it.
+        """
         request = run.record.request
         try:
             body = orjson.loads(request.body)
             run.generation = self._backend.generation(request.api, body, request.size.max_tokens, so_far)
+            return prompt_prefix(request.api, body)
         except Exception:
             _log.exception("a turn's body cannot be read", turn=run.id)
+            return ()
 
     def _on_started(self, run: TurnRun, prompt_tokens: int, cached_tokens: int) -> None:
         waited_s = time.monotonic() - run.commanded_at
-        self._handle(Started(run.id, prompt_tokens))
+        self._handle(Started(run.id, prompt_tokens, cached_tokens))
         run.running = True
         first = not run.prompt_tokens
         if first:
@@ -552,6 +578,7 @@ class Dispatcher:
             entry = timeline_entry(
                 "resumed",
                 slot=run.slot,
+                tier=run.tier.value if run.tier is not None else None,
                 cached_tokens=cached_tokens,
                 tokens_reevaluated=reevaluated,
                 engine_wait_s=round(waited_s, 6),
@@ -560,8 +587,9 @@ class Dispatcher:
             counters = {"resumes": 1, "tokens_reevaluated": reevaluated}
         self._tasks.start_soon(self._books.advance, run, TurnState.RUNNING, entry, fields, counters)
 
-    def _on_step(self, gap_s: float) -> None:
-        if self._step_s is None or not math.isfinite(self._step_s):
-            self._step_s = gap_s
-        else:
-            self._step_s += STEP_SMOOTHING * (gap_s - self._step_s)
+    def _on_first_delta(self, run: TurnRun) -> None:
+        now = time.monotonic()
+        step_s = self._steps.smoothed or 0.0
+        self._handle(Prefilled(run.evaluating, max(0.0, now - run.asked_at - step_s)))
+        if run.tier is not None:
+            run.resume_cost_s += now - run.commanded_at

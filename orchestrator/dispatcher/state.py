@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from backends.protocol import EngineInfo
 from orchestrator.dispatcher.options import DispatcherOptions
 from orchestrator.dispatcher.turn_run import TurnRun
-from orchestrator.scheduler import SchedulerView
+from orchestrator.scheduler import CostView, SchedulerView, SwapView, TurnView
 
 
 def backend_state(
@@ -16,20 +17,21 @@ def backend_state(
     healthy: bool,
     view: SchedulerView,
     runs: dict[str, TurnRun],
-    step_s: float | None,
+    now: float,
 ) -> dict[str, Any]:
-    """One backend's entry. Bytes are None where the engine's bytes per token are not known."""
-    per_token = info.kv_bytes_per_token if info else None
+    """One backend's entry. Bytes are None where the engine's bytes per token are not known.
+
+    `at`: when it was true, seconds since the epoch; `now` is the scheduler's clock.
+    """
+    shape = info.kv if info else None
 
     def kv_bytes(tokens: int) -> int | None:
-        return tokens * per_token if per_token is not None else None
+        return shape.bytes(tokens) if shape is not None else None
 
-    used = sum(slot.kv_tokens for slot in view.slots)
     owned = {turn.id: turn for turn in view.owned}
     slots = []
     for slot in view.slots:
         turn = owned.get(slot.turn or "")
-        run = runs.get(slot.turn or "")
         slots.append(
             {
                 "id": slot.id,
@@ -39,9 +41,11 @@ def backend_state(
                 "priority": slot.priority if slot.agent else None,
                 "kv_tokens": slot.kv_tokens,
                 "kv_bytes": kv_bytes(slot.kv_tokens),
-                "tokens": run.n_tokens if run else None,
-                "max_tokens": run.record.request.size.max_tokens if run else None,
-                "preemptions": run.preemptions if run else None,
+                "copy": slot.copy,
+                **_progress(runs.get(slot.turn or "")),
+                "predicted_resume_s": {tier.value: cost for tier, cost in turn.resume_s.items()}
+                if turn
+                else None,
             }
         )
     paused = [
@@ -49,19 +53,22 @@ def backend_state(
             "turn": turn.id,
             "agent": turn.agent,
             "tier": turn.tier.value,
-            "kv_bytes": kv_bytes(turn.kv_tokens if turn.slot is not None else 0),
             "priority": turn.priority,
             "kv_tokens": turn.kv_tokens,
-            "tokens": runs[turn.id].n_tokens if turn.id in runs else None,
-            "max_tokens": runs[turn.id].record.request.size.max_tokens if turn.id in runs else None,
+            "kv_bytes": kv_bytes(turn.kv_tokens if turn.slot is not None else 0),
+            "swap_bytes": turn.swap_bytes,
             "held": turn.phase == "held",
+            **_progress(runs.get(turn.id)),
             "preemptions": turn.preemptions,
+            "predicted_resume_s": _predicted(turn),
         }
         for turn in view.owned
         if turn.tier is not None
     ]
     budget = info.kv_budget_tokens if info else 0
+    used = sum(slot.kv_tokens for slot in view.slots)
     return {
+        "at": time.time(),
         "name": options.name,
         "kind": options.kind,
         "pool": options.pool,
@@ -72,15 +79,63 @@ def backend_state(
         "engine_slots": info.engine_slots if info else 0,
         "slot_context": info.slot_context if info else 0,
         "kv": {
-            "budget_bytes": kv_bytes(budget),
-            "used_bytes": kv_bytes(used),
-            "bytes_per_token": per_token,
-            "budget_tokens": budget,
-            "used_tokens": used,
             "layout": info.kv_layout.value if info else None,
+            "bytes_per_token": shape.token_bytes + shape.window_token_bytes if shape else None,
+            "budget_tokens": budget,
+            "budget_bytes": kv_bytes(budget),
+            "used_tokens": used,
+            "used_bytes": sum(kv_bytes(slot.kv_tokens) or 0 for slot in view.slots) if shape else None,
+            "charged_tokens": view.kv_tokens_charged,
+            "charged_bytes": kv_bytes(view.kv_tokens_charged),
+            "owners": view.kv_owners,
         },
+        "swap": _swap(view.swap, now),
+        "costs": _costs(view.costs),
         "slots": slots,
-        "step_s": step_s,
+        "step_s": view.costs.step_s,
         "paused": paused,
         "native_park": info.native_park if info else False,
+    }
+
+
+def _progress(run: TurnRun | None) -> dict[str, Any]:
+    return {
+        "tokens": run.n_tokens if run else None,
+        "max_tokens": run.record.request.size.max_tokens if run else None,
+        "preemptions": run.preemptions if run else None,
+        "resume_cost_s": run.resume_cost_s if run else None,
+        "tokens_reevaluated": run.reevaluated if run else None,
+    }
+
+
+def _predicted(turn: TurnView) -> float | None:
+    return turn.resume_s[turn.tier] if turn.tier is not None else None
+
+
+def _swap(swap: SwapView, now: float) -> dict[str, Any]:
+    return {
+        "enabled": swap.budget_bytes > 0,
+        "budget_bytes": swap.budget_bytes,
+        "used_bytes": swap.used_bytes,
+        "files": swap.files,
+        "turns": swap.turns,
+        "saves": swap.saves,
+        "restores": swap.restores,
+        "failures": swap.failures,
+        "stalls": swap.stalls,
+        "paused_until_s": swap.paused_until - now if swap.paused_until is not None else None,
+    }
+
+
+def _costs(costs: CostView) -> dict[str, float | None]:
+    def per_thousand(rate: float | None) -> float | None:
+        return rate * 1000 if rate is not None else None
+
+    return {
+        "prefill_tokens_per_s": 1 / costs.prefill_s if costs.prefill_s else None,
+        "save_s_per_1k_tokens": per_thousand(costs.save_s),
+        "restore_s_per_1k_tokens": per_thousand(costs.restore_s),
+        "resident_s_per_1k_tokens": per_thousand(costs.parked_step_s),
+        "resident_reevaluated": costs.resident_reevaluated,
+        "swapped_reevaluated": costs.swapped_reevaluated,
     }

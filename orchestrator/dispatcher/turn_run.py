@@ -12,6 +12,7 @@ import orjson
 
 from backends.protocol import Generation, ReplySoFar
 from orchestrator.broker import DELTA, END, ERROR, STATUS, TurnRecord, delta_entry, status_entry
+from orchestrator.turns import Tier
 
 
 @dataclass(slots=True)
@@ -19,7 +20,10 @@ class TurnRun:
     """A claimed turn until its end. It is the sink its generation writes to.
 
     `entries` is the whole output log as this process knows it, of which the first `flushed` are in
-    Redis. Times are monotonic seconds.
+    Redis. Times are monotonic seconds: `commanded_at` is when its segment was decided, `asked_at` when the
+    engine was asked, a restore before that being over. `tier`: where the segment's KV was, None for a first
+    one; `evaluating`: the prompt tokens it had to evaluate; `resume_cost_s`: from command to token, over all
+    resumes.
     """
 
     record: TurnRecord
@@ -27,6 +31,7 @@ class TurnRun:
     on_output: Callable[[TurnRun], None]
     on_started: Callable[[TurnRun, int, int], None]
     on_step: Callable[[float], None]
+    on_first_delta: Callable[[TurnRun], None]
     generation: Generation | None = None
     entries: list[bytes] = field(default_factory=list)
     flushed: int = 0
@@ -36,7 +41,11 @@ class TurnRun:
     running: bool = False
     aborted: bool = False
     slot: int = -1
+    tier: Tier | None = None
     commanded_at: float = 0.0
+    asked_at: float = 0.0
+    evaluating: int = 0
+    resume_cost_s: float = 0.0
     preempted_by: str | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -54,12 +63,15 @@ class TurnRun:
     def started(self, prompt_tokens: int, cached_tokens: int) -> None:
         """The engine picked the segment up."""
         self.last_delta = 0.0
+        self.evaluating = prompt_tokens - cached_tokens
         self.on_started(self, prompt_tokens, cached_tokens)
 
     def delta(self, part: dict[str, Any], n_tokens: int, tokens: list[int]) -> None:
         """A piece of the reply."""
         now = time.monotonic()
-        if n_tokens == 1 and self.last_delta:
+        if not self.last_delta:
+            self.on_first_delta(self)
+        elif n_tokens == 1:
             self.on_step(now - self.last_delta)
         self.last_delta = now
         self.n_tokens += n_tokens

@@ -17,6 +17,10 @@ from orchestrator.gateway.generate import Gateway
 from orchestrator.gateway.reply import Reply
 
 HEALTH_BOUND_S = 2.0
+COST_FIGURES = (
+    *("prefill_tokens_per_s", "save_s_per_1k_tokens", "restore_s_per_1k_tokens"),
+    *("resident_s_per_1k_tokens", "resident_reevaluated", "swapped_reevaluated"),
+)
 COUNTERS = (
     *("preemptions", "resumes", "tokens_reevaluated"),
     *("turns_done", "turns_failed", "turns_cancelled"),
@@ -102,9 +106,34 @@ def _unknown(backend: Backend) -> dict[str, Any]:
         "healthy": False,
         "decode_slots": backend.decode_slots or 0,
         "engine_slots": backend.managed.engine_slots if backend.managed is not None else 0,
-        "kv": {"budget_bytes": 0, "used_bytes": 0, "bytes_per_token": backend.kv_bytes_per_token},
+        "kv": _unknown_kv(backend),
+        "swap": {
+            "enabled": False,
+            "budget_bytes": backend.swap_budget,
+            "used_bytes": 0,
+            **dict.fromkeys(("files", "turns", "saves", "restores", "failures", "stalls"), 0),
+            "paused_until_s": None,
+        },
+        "costs": dict.fromkeys(COST_FIGURES),
         "slots": [],
         "step_s": None,
+    }
+
+
+def _unknown_kv(backend: Backend) -> dict[str, Any]:
+    """An empty ledger. Its budget is as configured, None where only the engine can tell."""
+    per_token, limit_bytes = backend.kv_bytes_per_token, backend.kv_budget_bytes
+    tokens = backend.managed.context if backend.managed is not None else None
+    if limit_bytes is not None:
+        limit = limit_bytes // per_token if per_token else None
+        tokens = min(limit, tokens) if limit is not None and tokens is not None else limit
+    return {
+        "layout": backend.kv_layout,
+        "bytes_per_token": per_token,
+        "budget_tokens": tokens,
+        "budget_bytes": tokens * per_token if tokens is not None and per_token else limit_bytes,
+        **dict.fromkeys(("used_tokens", "used_bytes", "charged_tokens", "charged_bytes"), 0),
+        "owners": dict.fromkeys(("running", "paused", "idle", "reserved"), 0),
     }
 
 

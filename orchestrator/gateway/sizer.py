@@ -4,6 +4,9 @@ Most turns are far from their limits, so a bound is enough: a byte-level tokenis
 tokens than the text has bytes, and a body's JSON has at least as many bytes as the text in it. To that
 comes what a chat template adds. Only when bound and generation limit do not fit into one slot's fair
 share of the KV is the engine asked for the exact number.
+
+Two limits hold for every turn: the context of one slot, and the KV that the engine may hold in all its
+slots. A turn that exceeds either could never run, so it is refused before it waits.
 """
 
 from __future__ import annotations
@@ -48,31 +51,56 @@ def is_text(body: dict[str, Any]) -> bool:
     return True
 
 
+def most_tokens(info: EngineInfo) -> int:
+    """The longest turn that this engine can ever run, however empty it is: prompt and reply together."""
+    return min(info.slot_context, info.kv_budget_tokens)
+
+
 def fits(info: EngineInfo, bound: int, limit: int) -> bool:
     """Whether a turn of that size takes no more than one slot's fair share."""
     return bound + limit <= min(info.slot_context, info.kv_budget_tokens // info.engine_slots)
 
 
 def exact_size(info: EngineInfo, prompt_tokens: int, limit: int, param: str) -> TurnSize:
-    """The size of a turn whose prompt was counted. Raises ApiError (400) when it is too long."""
-    context = info.slot_context
-    if prompt_tokens >= context:
-        message = (
-            f"the prompt has {prompt_tokens:,} tokens, but the context of this model is {context:,} tokens"
-            " and the reply needs room too"
-        )
-        raise ApiError(400, message, param=param, code="context_length_exceeded")
-    return TurnSize(prompt_tokens, min(limit, context - prompt_tokens), exact=True)
+    """The size of a turn whose prompt was counted: a limit that asks for too much is cut to what is left.
+
+    Raises ApiError (400) when not even one token of the reply fits.
+    """
+    most = most_tokens(info)
+    if prompt_tokens >= most:
+        raise too_long(info, prompt_tokens, param)
+    return TurnSize(prompt_tokens, min(limit, most - prompt_tokens), exact=True)
 
 
-def uncounted_size(info: EngineInfo, bound: int, limit: int) -> TurnSize:
-    """The size of a turn that could not be counted: at most a whole context."""
-    limit = min(limit, info.slot_context - 1)
-    return TurnSize(min(bound, info.slot_context - limit), limit, exact=False)
+def uncounted_size(info: EngineInfo, bound: int, limit: int, param: str) -> TurnSize:
+    """The size of a turn that could not be counted: at most the longest one. Raises ApiError (400)."""
+    most = most_tokens(info)
+    if most < 1:
+        raise too_long(info, 0, param)
+    limit = min(limit, max(1, most - 1))
+    return TurnSize(min(bound, most - limit), limit, exact=False)
+
+
+def too_long(info: EngineInfo, prompt_tokens: int, param: str) -> ApiError:
+    """What the turn needs at least and what there is, in tokens and, where known, in bytes."""
+    need, most = prompt_tokens + 1, most_tokens(info)
+    by_context = info.slot_context <= info.kv_budget_tokens
+    limit = "the context of this model" if by_context else "the KV budget of this model's engine"
+    message = (
+        f"the prompt has {prompt_tokens:,} tokens and the reply needs at least 1: {_amount(info, need)}, "
+        f"but {limit} is {_amount(info, most)}"
+    )
+    return ApiError(400, message, param=param, code="context_length_exceeded")
+
+
+def _amount(info: EngineInfo, tokens: int) -> str:
+    said = f"{tokens:,} tokens"
+    return said if info.kv is None else f"{said} ({info.kv.bytes(tokens) / (1 << 20):,.1f} MiB of KV)"
 
 
 async def size_turn(engines: Engines, pool: str, api: str, ask: Ask, max_turn_tokens: int) -> TurnSize:
     """Size a turn. Raises ApiError when the prompt does not fit or the engine refuses it."""
+    param = "messages" if api == "chat" else "prompt"
     limit = max_turn_tokens if ask.max_tokens is None else min(ask.max_tokens, max_turn_tokens)
     bound = prompt_bound(ask.body, len(ask.raw))
     info = engines.info(pool)
@@ -89,5 +117,5 @@ async def size_turn(engines: Engines, pool: str, api: str, ask: Ask, max_turn_to
         raise ApiError(status, str(error), error.kind) from error
     except (EngineUnavailable, TimeoutError) as error:
         _log.warning("prompt not counted; taking its bound", pool=pool, reason=type(error).__name__)
-        return uncounted_size(info, bound, limit)
-    return exact_size(info, count, limit, "messages" if api == "chat" else "prompt")
+        return uncounted_size(info, bound, limit, param)
+    return exact_size(info, count, limit, param)

@@ -11,11 +11,15 @@ from orchestrator.scheduler.commands import (
     Command,
     Discard,
     Erase,
+    Forget,
     MarkDropped,
+    MarkSwapped,
     Pause,
     Resume,
+    Save,
     Start,
 )
+from orchestrator.scheduler.costs import Costs, CostView
 from orchestrator.scheduler.events import (
     CancelRequested,
     Claimed,
@@ -27,17 +31,26 @@ from orchestrator.scheduler.events import (
     Event,
     HoldRequested,
     Paused,
+    Prefilled,
     Progressed,
     Recovered,
     ReleaseRequested,
+    Restored,
+    RestoreFailed,
+    Saved,
+    SaveFailed,
     Started,
+    Stepped,
     Tick,
     TurnQueued,
     Withdrawn,
 )
-from orchestrator.scheduler.policy import Policy
+from orchestrator.scheduler.ledger import Ledger, LedgerError
+from orchestrator.scheduler.policy import Policy, SwapPolicy
+from orchestrator.scheduler.prefix import Prefix
 from orchestrator.scheduler.scheduler import Scheduler, SchedulerView
 from orchestrator.scheduler.slots import SlotView
+from orchestrator.scheduler.swap import SwapView
 from orchestrator.scheduler.turn import TurnView
 
 __all__ = [
@@ -47,6 +60,8 @@ __all__ = [
     "ClaimLost",
     "Claimed",
     "Command",
+    "CostView",
+    "Costs",
     "Discard",
     "Ended",
     "EngineLost",
@@ -54,20 +69,34 @@ __all__ = [
     "Erase",
     "Erased",
     "Event",
+    "Forget",
     "HoldRequested",
+    "Ledger",
+    "LedgerError",
     "MarkDropped",
+    "MarkSwapped",
     "Pause",
     "Paused",
     "Policy",
+    "Prefilled",
+    "Prefix",
     "Progressed",
     "Recovered",
     "ReleaseRequested",
+    "RestoreFailed",
+    "Restored",
     "Resume",
+    "Save",
+    "SaveFailed",
+    "Saved",
     "Scheduler",
     "SchedulerView",
     "SlotView",
     "Start",
     "Started",
+    "Stepped",
+    "SwapPolicy",
+    "SwapView",
     "Tick",
     "TurnQueued",
     "TurnView",

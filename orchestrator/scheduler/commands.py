@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from orchestrator.turns import Tier
+
 
 @dataclass(frozen=True, slots=True)
 class Claim:
@@ -14,19 +16,27 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Run the turn's first segment in engine slot `slot`; what the slot holds may be overwritten."""
+    """Run the turn's first segment in engine slot `slot`; what the slot holds may be overwritten.
+
+    `source`: a file to restore there first, whose KV the prompt most likely begins with.
+    """
 
     turn: str
     slot: int
+    source: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Run the turn's next segment in engine slot `slot`. `resident`: its KV is still there."""
+    """Run the turn's next segment in engine slot `slot`. `tier`: where its KV is.
+
+    `source` is set with tier SWAPPED: the file to restore first.
+    """
 
     turn: str
     slot: int
-    resident: bool
+    tier: Tier
+    source: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +62,34 @@ class Discard:
 
 
 @dataclass(frozen=True, slots=True)
+class MarkSwapped:
+    """The paused turn's KV is in a file only; its resume will be a restore."""
+
+    turn: str
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
 class MarkDropped:
     """The paused turn's KV was given up; its resume will be a recompute."""
 
     turn: str
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Copy the KV of idle engine slot `slot` to the file `key`; of turn `turn`, or an idle cache."""
+
+    slot: int
+    key: str
+    turn: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Remove the file `key`."""
+
+    key: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,4 +99,4 @@ class Erase:
     slot: int
 
 
-Command = Claim | Start | Resume | Pause | Abort | Discard | MarkDropped | Erase
+Command = Claim | Start | Resume | Pause | Abort | Discard | MarkSwapped | MarkDropped | Save | Forget | Erase

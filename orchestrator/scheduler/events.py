@@ -2,12 +2,16 @@
 
 Every command ends in exactly one event: ``Claim`` in Claimed or ClaimLost; ``Start`` and ``Resume``
 in Started, then in Paused or Ended; ``Pause`` and ``Abort`` in Paused or Ended (a turn may finish
-by itself before it can be stopped); ``Erase`` in Erased. ``Discard`` and ``MarkDropped`` are final.
+by itself before it can be stopped); ``Erase`` in Erased; ``Save`` in Saved or SaveFailed. A source that
+a Start or Resume names is restored before anything else, which Restored or RestoreFailed tells; either
+way the segment goes on. ``Discard``, ``MarkSwapped``, ``MarkDropped`` and ``Forget`` are final.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from orchestrator.scheduler.prefix import Prefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +34,15 @@ class Withdrawn:
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """This backend now owns the turn."""
+    """This backend now owns the turn.
+
+    `prefix`: what its prompt is known by, for the reuse of KV. `max_tokens`: its generation limit, by which
+    its reservation shrinks once the engine has counted its prompt; 0: unknown.
+    """
 
     turn: str
+    prefix: Prefix = field(default=(), repr=False)
+    max_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +64,19 @@ class Recovered:
     priority: int
     seq: int
     kv_tokens: int
+    prefix: Prefix = field(default=(), repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The engine picked the turn up. `kv_tokens` is its whole prompt, generated part included."""
+    """The engine picked the turn up. `kv_tokens` is its whole prompt, generated part included.
+
+    `cached_tokens`: how much of that it found in the slot; None where it does not tell.
+    """
 
     turn: str
     kv_tokens: int
+    cached_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +113,56 @@ class Erased:
     """An idle engine slot's KV was freed."""
 
     slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A slot's KV is in the file `key` as well. `stall_s`: for how long the engine did nothing else."""
+
+    slot: int
+    key: str
+    kv_tokens: int
+    file_bytes: int
+    stall_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SaveFailed:
+    """There is no file `key`; the slot still holds its KV."""
+
+    slot: int
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """The turn's slot holds what the file had: `kv_tokens` tokens."""
+
+    turn: str
+    kv_tokens: int
+    stall_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreFailed:
+    """The file that the turn's segment was to begin with is of no use; the segment evaluates its prompt."""
+
+    turn: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """So many tokens of a prompt were evaluated in that time, in the company of what else runs."""
+
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """Decode steps of late took so long each, on average, with nothing but decoding in the batch."""
+
+    step_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +215,12 @@ Event = (
     | Paused
     | Ended
     | Erased
+    | Saved
+    | SaveFailed
+    | Restored
+    | RestoreFailed
+    | Prefilled
+    | Stepped
     | CancelRequested
     | HoldRequested
     | ReleaseRequested

@@ -13,6 +13,35 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass, field
 
+#: What a saved file holds of each token beside its KV (position, sequence ids, token id), and in all.
+FILE_TOKEN_BYTES = 16
+FILE_HEAD_BYTES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class SwapPolicy:
+    """The swap folder of one backend.
+
+    `budget_bytes`: all files together. `token_bytes`, `fixed_bytes`: a sequence's KV. `tag`: how the names
+    of this owner's files begin. `min_tokens`: less KV than this is not worth a file. `retry_s`: for how
+    long no save is tried after one that failed, doubled with each further one up to `retry_most_s`.
+    `patience_s`: so long a turn that needs a save or a restore waits for the highest class to be done
+    decoding, which both would stall.
+    """
+
+    budget_bytes: int
+    token_bytes: int
+    fixed_bytes: int = 0
+    tag: str = "kv"
+    min_tokens: int = 32
+    retry_s: float = 5.0
+    retry_most_s: float = 300.0
+    patience_s: float = 2.0
+
+    def file_bytes(self, tokens: int) -> int:
+        """What a file of so many tokens takes."""
+        return FILE_HEAD_BYTES + self.fixed_bytes + tokens * (self.token_bytes + FILE_TOKEN_BYTES)
+
 
 @dataclass(frozen=True, slots=True)
 class Policy:
@@ -20,8 +49,9 @@ class Policy:
 
     `decode_slots`: how many turns may run at once. `engine_slots`: places for KV, at least as many.
     `first_slots`: how many of the first ones are kept for the highest class (see `slots.py`).
-    `kv_budget_tokens`: the pool that all slots share (unified KV), or None when every slot has its
-    own (split KV), where a turn that fits its slot always fits. `min_run_s`, `max_preemptions`: see
+    `kv_budget_tokens`: what all slots together may hold (the pool of unified KV, or less where the user
+    said so), or None when every slot has its own (split KV), where a turn that fits its slot always fits.
+    `swap`: the folder for KV that gives way, None without. `min_run_s`, `max_preemptions`: see
     the module's rule 3. `aging_s`: a waiting turn counts one priority class higher for each such
     span, in the order of the queue only and never up to the highest class; 0 turns aging off.
     `priorities`: the classes' values.
@@ -31,6 +61,7 @@ class Policy:
     engine_slots: int
     first_slots: int = 0
     kv_budget_tokens: int | None = None
+    swap: SwapPolicy | None = None
     preemption: bool = True
     min_run_s: float = 0.0
     max_preemptions: int = 50

@@ -26,7 +26,7 @@ After every event:
 4. A WAITING candidate is claimed when it could be placed now, with the claims in flight served first.
 5. When no candidate is left that could be placed, PLACED turns get an engine slot, the most important
    first, as soon as one is free and, under unified KV, their reservation fits; what is in the way is
-   given up in the order of `slots.py`. Last, so that nothing starts only to be paused.
+   given up by the rules of `memory.py`. Last, so that nothing starts only to be paused.
 6. Age gives order, no rights: an aged turn preempts nothing and any newcomer above its base priority
    may preempt it. Only a turn that was passed over for it does not take the place straight back.
 """
@@ -42,12 +42,12 @@ from orchestrator.scheduler.commands import (
     Claim,
     Command,
     Discard,
-    Erase,
     MarkDropped,
     Pause,
     Resume,
     Start,
 )
+from orchestrator.scheduler.costs import CostView
 from orchestrator.scheduler.events import (
     CancelRequested,
     Claimed,
@@ -59,21 +59,32 @@ from orchestrator.scheduler.events import (
     Event,
     HoldRequested,
     Paused,
+    Prefilled,
     Progressed,
     Recovered,
     ReleaseRequested,
+    Restored,
+    RestoreFailed,
+    Saved,
+    SaveFailed,
     Started,
+    Stepped,
     Tick,
     TurnQueued,
     Withdrawn,
 )
+from orchestrator.scheduler.memory import Memory
 from orchestrator.scheduler.policy import Policy
 from orchestrator.scheduler.queue import ClassQueue
-from orchestrator.scheduler.slots import Slot, SlotState, SlotTable, SlotView
+from orchestrator.scheduler.slots import Slot, SlotView
+from orchestrator.scheduler.swap import SwapView
 from orchestrator.scheduler.turn import ON_ENGINE, WANTS_PLACE, Phase, Turn, TurnView, by_priority, by_rank
 from orchestrator.turns import IllegalTransition, Tier
 
 JOURNAL_LENGTH = 512
+
+#: Events after which KV may have to be moved out of the way of the next turn of the highest class.
+_FREEING = (Paused, Ended, Saved, Erased, Tick)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +96,10 @@ class SchedulerView:
     waiting: int
     decoding: int
     kv_tokens_charged: int
+    kv_owners: dict[str, int]
+    """Charged tokens by what they are for; see `SlotTable.owners`."""
+    swap: SwapView
+    costs: CostView
 
 
 class Scheduler:
@@ -93,13 +108,9 @@ class Scheduler:
     def __init__(self, policy: Policy) -> None:
         """The engine counts as lost until the first EngineReady."""
         self.policy = policy
-        self._slots = SlotTable(
-            policy.engine_slots,
-            policy.kv_budget_tokens,
-            first=policy.first_slots,
-            top_priority=max(policy.priorities),
-        )
         self._turns: dict[str, Turn] = {}
+        self._memory = Memory(policy, self._turns)
+        self._slots = self._memory.slots
         self._owned: dict[str, Turn] = {}
         self._queue = ClassQueue(self._wants_place)
         self._decoding: dict[str, Turn] = {}
@@ -130,9 +141,10 @@ class Scheduler:
                 return commands
             case TurnQueued():
                 self._queued(event, now)
-            case Claimed(turn_id):
+            case Claimed(turn_id, prefix, max_tokens):
                 turn = self._expect(event, turn_id, Phase.CLAIMING)
                 del self._claiming[turn_id]
+                turn.prefix, turn.max_tokens = prefix, max_tokens
                 self._make_ready(turn, commands)
             case ClaimLost(turn_id):
                 self._expect(event, turn_id, Phase.CLAIMING)
@@ -144,21 +156,39 @@ class Scheduler:
                     del self._turns[turn_id]
             case Recovered():
                 self._recovered(event, now)
-            case Started(turn_id, kv_tokens):
+            case Started(turn_id, kv_tokens, cached_tokens):
                 turn = self._expect(event, turn_id, *ON_ENGINE)
-                slot = self._seat(turn)
-                turn.kv_tokens = slot.kv_tokens = kv_tokens
-                slot.reserved = turn.reserve
+                self._seat(turn)
+                if self._ready:
+                    self._memory.started(turn, kv_tokens, cached_tokens, commands)
                 self._grown.pop(turn_id, None)
             case Paused(turn_id, kv_tokens, resident):
                 turn = self._expect(event, turn_id, *ON_ENGINE)
                 self._paused(turn, kv_tokens, resident, commands, now)
             case Ended(turn_id, kv_tokens, resident):
                 turn = self._expect(event, turn_id, *ON_ENGINE)
-                self._leave(turn, SlotState.IDLE, kv_tokens if resident else 0)
+                self._leave(turn)
+                if self._ready:
+                    self._memory.ended(turn, kv_tokens if resident else 0, commands)
+                else:
+                    self._memory.abandon(turn)
+                    self._memory.left_behind(turn)
                 self._forget(turn_id)
             case Erased(slot_id):
-                self._erased(event, slot_id)
+                self._memory.erased(self._slot(event, slot_id))
+            case Saved(slot_id, key, kv_tokens, file_bytes, stall_s):
+                slot = self._slot(event, slot_id)
+                self._memory.saved(slot, key, kv_tokens, file_bytes, stall_s, commands)
+            case SaveFailed(slot_id, key):
+                self._memory.save_failed(self._slot(event, slot_id), key, commands, now)
+            case Restored(turn_id, kv_tokens, stall_s):
+                self._memory.restored(self._expect(event, turn_id, *ON_ENGINE), kv_tokens, stall_s)
+            case RestoreFailed(turn_id):
+                self._memory.restore_failed(self._expect(event, turn_id, *ON_ENGINE), commands)
+            case Prefilled(tokens, seconds):
+                self._memory.costs.prefilled(tokens, seconds)
+            case Stepped(step_s):
+                self._stepped(step_s)
             case CancelRequested(turn_id):
                 self._cancel(turn_id, commands)
             case HoldRequested(turn_id):
@@ -169,17 +199,21 @@ class Scheduler:
                 self._engine_lost(commands)
             case EngineReady():
                 self._ready = True
+                self._memory.engine_ready()
             case Tick():
-                pass
+                if self._ready:
+                    self._memory.collect_rent(commands, now)
         if self._ready:
             while self._place_one(commands, now):
                 pass
             if self._placed:
                 self._seat_placed(commands, now)
+            if self._memory.swap.policy is not None and isinstance(event, _FREEING):
+                self._clean_ahead(commands, now)
         self.journal.append((now, event, tuple(commands)))
         return commands
 
-    def view(self) -> SchedulerView:
+    def view(self, now: float = 0.0) -> SchedulerView:
         """A frozen picture for `/swarm/state` and tests."""
         owned = tuple(
             TurnView(
@@ -189,8 +223,10 @@ class Scheduler:
                 turn.phase.value,
                 turn.slot.id if turn.slot else None,
                 turn.kv_tokens,
-                self._tier(turn),
+                turn.tier if turn.ran and turn.phase not in ON_ENGINE else None,
                 turn.preemptions,
+                self._memory.swap.ledger.of(turn.file.key) if turn.file is not None else 0,
+                {tier: self._memory.costs.resume_s(tier, turn.kv_tokens) for tier in Tier},
             )
             for turn in self._owned.values()
         )
@@ -199,7 +235,10 @@ class Scheduler:
             owned=owned,
             waiting=len(self._turns) - len(owned),
             decoding=len(self._decoding),
-            kv_tokens_charged=self._slots.charged(),
+            kv_tokens_charged=self._slots.ledger.charged,
+            kv_owners=self._slots.owners(),
+            swap=self._memory.swap.view(now),
+            costs=self._memory.costs.view(),
         )
 
     def story(self, turn_id: str) -> list[str]:
@@ -222,6 +261,7 @@ class Scheduler:
             self._expect(event, event.turn, Phase.WAITING)
         turn = self._enlist(event, now, Phase.READY)
         turn.ran = True
+        turn.prefix = event.prefix
         self._owned[turn.id] = turn
 
     def _enlist(self, event: TurnQueued | Recovered, now: float, phase: Phase) -> Turn:
@@ -245,17 +285,38 @@ class Scheduler:
         turn.stopping = False
         turn.since = self._step
         turn.queued_at += now - turn.started_at  # time run is not time waited
-        self._leave(turn, SlotState.PAUSED, kv_tokens if resident else 0)
-        if resident and turn.slot is None and not turn.cancelled:
-            commands.append(MarkDropped(turn.id))
+        self._leave(turn)
+        if self._ready:
+            self._memory.paused(turn, kv_tokens if resident else 0, commands, now)
+        else:
+            self._memory.abandon(turn)
+            if resident and not turn.cancelled:
+                commands.append(MarkDropped(turn.id))
         self._make_ready(turn, commands)
 
-    def _erased(self, event: Erased, slot_id: int) -> None:
+    def _slot(self, event: Event, slot_id: int) -> Slot:
         if not 0 <= slot_id < len(self._slots.slots):
             raise self._illegal(f"{event}: the engine has no such slot", "")
-        slot = self._slots.slots[slot_id]
-        if slot.state is SlotState.ERASING:
-            slot.clear()
+        return self._slots.slots[slot_id]
+
+    def _stepped(self, step_s: float) -> None:
+        self._note_growth()
+        running = [turn for turn in self._decoding.values() if turn.phase is Phase.RUNNING]
+        parked = sum(slot.kv_tokens for slot in self._slots.slots) - sum(turn.kv_tokens for turn in running)
+        self._memory.costs.stepped(
+            step_s, len(running), sum(turn.kv_tokens for turn in running), max(0, parked)
+        )
+
+    def _clean_ahead(self, commands: list[Command], now: float) -> None:
+        if max(self._classes, default=0) < self._memory.top_priority:
+            self._memory.clean_ahead(commands, now)
+
+    def _top_decodes(self, but: Turn) -> bool:
+        """Whether a turn of the highest class is decoding: a save or restore would stall it."""
+        return any(
+            turn.priority >= self._memory.top_priority and turn.phase is Phase.RUNNING and turn is not but
+            for turn in self._decoding.values()
+        )
 
     def _cancel(self, turn_id: str, commands: list[Command]) -> None:
         turn = self._turns.get(turn_id)
@@ -296,13 +357,7 @@ class Scheduler:
 
     def _engine_lost(self, commands: list[Command]) -> None:
         self._ready = False
-        for slot in self._slots.slots:
-            if slot.state is SlotState.BUSY:
-                continue
-            if slot.state is SlotState.PAUSED and slot.turn is not None:
-                self._turns[slot.turn].slot = None
-                commands.append(MarkDropped(slot.turn))
-            slot.clear()
+        self._memory.engine_lost(commands)
         for turn in list(self._placed.values()):
             self._step_back(turn)
 
@@ -335,7 +390,7 @@ class Scheduler:
             else:
                 yielding = self._who_yields(turn, int(short > 0), below, ahead, now)
                 if yielding is not None:
-                    self._admit(turn, yielding, commands)
+                    self._admit(turn, yielding, commands, now)
                     return True
             blocked = turn.priority
         return False
@@ -366,7 +421,7 @@ class Scheduler:
         self._owned[turn.id] = self._claiming[turn.id] = turn
         commands.append(Claim(turn.id))
 
-    def _admit(self, turn: Turn, yielding: list[Turn], commands: list[Command]) -> None:
+    def _admit(self, turn: Turn, yielding: list[Turn], commands: list[Command], now: float) -> None:
         for other in yielding:
             if other.phase is Phase.RUNNING:
                 self._pause(other, turn.id, commands)
@@ -374,49 +429,29 @@ class Scheduler:
                 self._step_back(other)
         self._enter(turn, Phase.PLACED)
         turn.placed_in = self._step
+        turn.placed_at = now
         self._decoding[turn.id] = turn
         self._classes[turn.priority] = self._classes.get(turn.priority, 0) + 1
         self._placed[turn.id] = turn
 
     def _seat_placed(self, commands: list[Command], now: float) -> None:
         for turn in sorted(self._placed.values(), key=by_priority):
-            slot = turn.slot or self._slots.candidate(turn.agent, turn.priority)
-            if slot is None:
-                continue
-            erase = self._slots.victims_for_room(turn.reserve, turn.priority, slot)
-            if erase is None:
-                continue
-            if erase:
-                for victim_slot in erase:
-                    self._give_up(victim_slot, commands)
-                    victim_slot.state = SlotState.ERASING
-                    commands.append(Erase(victim_slot.id))
-                continue
-            self._run(turn, slot, commands, now)
+            stalls = self._memory.swap.policy is not None and self._top_decodes(turn)
+            slot = self._memory.seat(turn, commands, now, stalls)
+            if slot is not None:
+                self._run(turn, slot, commands, now, stalls)
 
-    def _run(self, turn: Turn, slot: Slot, commands: list[Command], now: float) -> None:
-        resident = turn.slot is slot
-        if not resident:
-            self._give_up(slot, commands)
-        kv_tokens = turn.kv_tokens if resident else 0
-        self._slots.occupy(slot, turn=turn.id, agent=turn.agent, priority=turn.priority, reserve=turn.reserve)
-        slot.kv_tokens = kv_tokens
-        turn.slot = slot
+    def _run(self, turn: Turn, slot: Slot, commands: list[Command], now: float, stalls: bool) -> None:
+        tier = self._memory.occupy(turn, slot, commands, stalls)
         turn.phase = Phase.RUNNING
         turn.started_at = now
         del self._placed[turn.id]
+        source = turn.source.key if turn.source is not None else None
         if turn.ran:
-            commands.append(Resume(turn.id, slot.id, resident))
+            commands.append(Resume(turn.id, slot.id, tier, source))
         else:
             turn.ran = True
-            commands.append(Start(turn.id, slot.id))
-
-    def _give_up(self, slot: Slot, commands: list[Command]) -> None:
-        """Take a slot's KV away from whoever left it there."""
-        if slot.state is SlotState.PAUSED and slot.turn is not None:
-            self._turns[slot.turn].slot = None
-            commands.append(MarkDropped(slot.turn))
-            slot.turn = None
+            commands.append(Start(turn.id, slot.id, source))
 
     def _has_room(self, turn: Turn, yielding: list[Turn], ahead: Sequence[Turn]) -> bool:
         """Whether the engine can hold the turn once `yielding` have left and all that may go is gone.
@@ -437,7 +472,7 @@ class Scheduler:
         coming = [other for other in self._placed.values() if other not in yielding]
         return (
             slots.held_from(priority)
-            - sum(other.slot.reserved for other in leaving if other.slot is not None)
+            - sum(slots.charged(other.slot) for other in leaving if other.slot is not None)
             + sum(other.reserve for other in coming)
             + sum(other.reserve for other in ahead)
             + turn.reserve
@@ -479,8 +514,7 @@ class Scheduler:
 
     def _by_loss(self, turns: list[Turn], now: float) -> list[Turn]:
         """In the order of `policy.py`, rules 2 to 5; a PLACED turn loses nothing."""
-        self.journal.extend((at, event, ()) for at, event in self._grown.values())
-        self._grown.clear()
+        self._note_growth()
         policy = self.policy
 
         def loss(turn: Turn) -> tuple[int, bool, bool, bool, int, float, str]:
@@ -497,6 +531,11 @@ class Scheduler:
             )
 
         return sorted(turns, key=loss)
+
+    def _note_growth(self) -> None:
+        """Put the latest Progressed of each turn into the journal: what follows depends on them."""
+        self.journal.extend((at, event, ()) for at, event in self._grown.values())
+        self._grown.clear()
 
     def _pause(self, turn: Turn, by: str | None, commands: list[Command]) -> None:
         turn.phase = Phase.PAUSING
@@ -528,8 +567,7 @@ class Scheduler:
 
     def _discard(self, turn: Turn, commands: list[Command]) -> None:
         self._unplace(turn)
-        if turn.slot is not None:
-            self._leave(turn, SlotState.IDLE, turn.slot.kv_tokens)
+        self._memory.left_behind(turn)
         self._forget(turn.id)
         commands.append(Discard(turn.id))
 
@@ -543,26 +581,17 @@ class Scheduler:
             if left:
                 self._classes[turn.priority] = left
 
-    def _leave(self, turn: Turn, state: SlotState, kv_tokens: int) -> None:
-        slot = self._seat(turn)
+    def _leave(self, turn: Turn) -> None:
+        """The turn is out of the batch; its slot is the memory's to settle."""
+        self._seat(turn)
         self._give_decode_slot_back(turn)
         self._pausing.pop(turn.id, None)
         self._grown.pop(turn.id, None)
-        if self._ready:
-            self._slots.leave(slot, state=state, kv_tokens=kv_tokens)
-        else:
-            slot.clear()
-        turn.slot = slot if slot.state is SlotState.PAUSED else None
 
     def _seat(self, turn: Turn) -> Slot:
         if turn.slot is None:
             raise self._illegal(f"turn {turn.id} has no engine slot in phase {turn.phase}", turn.id)
         return turn.slot
-
-    def _tier(self, turn: Turn) -> Tier | None:
-        if not turn.ran or turn.phase in (Phase.RUNNING, Phase.PAUSING):
-            return None
-        return Tier.RESIDENT if turn.slot is not None else Tier.DROPPED
 
     def _forget(self, turn_id: str) -> None:
         del self._turns[turn_id]

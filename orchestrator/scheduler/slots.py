@@ -7,14 +7,17 @@ reservation, a paused or idle one with what it holds, and the sum may never pass
 an engine whose pool runs out fails every running turn at once. Until the engine has picked a newcomer
 up, its slot is charged with what it held before as well, if that is more; and a turn that leaves
 nothing of worth may still leave cells behind, so its slot stays charged until overwritten or erased.
+KV that is being saved stays where it is until that is over.
 
 The engine fills its batch in the order of its slots: a turn in a slot *after* one in prefill gets no place
 in the batch, and does not start, before that prefill is over. So the first slots (`Policy.first_slots`)
 are kept for the highest class: others take them only when nothing else is left, and the highest class
 takes the first it can.
 
-Order of giving up, whoever asks: empty slots, then idle cache (of the lowest priority, then the least
-recently used), then resident KV of paused turns (of the lowest priority, then the last to come).
+A newcomer whose prompt goes on from what an idle slot holds takes that slot: its agent's last turn, mostly.
+Order of giving up otherwise, whoever asks: empty slots, then idle cache, then resident KV of paused turns;
+among each, first what has a saved copy, then of the lowest priority, then the least recently used (idle) or,
+where it can be swapped and the memory is shared, the longest (paused), else the last to come.
 A paused turn of higher priority than the asker is never touched, unless it is held: an operator's
 hold has no end that others could wait for. Nor is one that has its decode slot and is about to resume.
 """
@@ -24,6 +27,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import StrEnum
+
+from orchestrator.scheduler.ledger import Ledger
+from orchestrator.scheduler.prefix import Prefix, shared_tokens
 
 ANYBODY = -math.inf
 NOBODY = math.inf
@@ -43,8 +49,9 @@ class SlotState(StrEnum):
 class Slot:
     """One engine slot's books.
 
-    `reserved` is the tokens charged to it under unified KV. `guard` is the least priority of those who
-    may take a paused turn's KV from it: ANYBODY, NOBODY or a priority.
+    `guard` is the least priority of those who may take a paused turn's KV from it: ANYBODY, NOBODY or a
+    priority. `prefix` and `prompt_tokens` tell what prompt its KV was made by. `copy` is the key of a saved
+    file of its KV, `saving` whether that is being written, `evict` whether the slot is given up after that.
     """
 
     id: int
@@ -53,15 +60,18 @@ class Slot:
     agent: str | None = None
     priority: int = 0
     kv_tokens: int = 0
-    reserved: int = 0
+    prompt_tokens: int = 0
+    prefix: Prefix = ()
     order: int = 0
     guard: float = ANYBODY
+    copy: str | None = None
+    saving: bool = False
+    evict: bool = False
 
-    def clear(self) -> None:
-        """Forget everything the slot held."""
-        self.state = SlotState.EMPTY
-        self.turn = self.agent = None
-        self.priority = self.kv_tokens = self.reserved = 0
+    @property
+    def takeable(self) -> bool:
+        """Whether a newcomer may be considered for it at all."""
+        return self.state not in (SlotState.BUSY, SlotState.ERASING) and not self.saving
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,91 +84,145 @@ class SlotView:
     agent: str | None
     priority: int
     kv_tokens: int
+    copy: bool
+    saving: bool
 
 
 class SlotTable:
     """The slots of one engine."""
 
-    __slots__ = ("_clock", "_first", "_top_priority", "budget", "slots")
+    __slots__ = ("_clock", "_first", "_long_first", "_top_priority", "ledger", "slots")
 
-    def __init__(self, engine_slots: int, budget: int | None, *, first: int, top_priority: int) -> None:
-        """`budget` is the shared pool in tokens under unified KV, None under split KV.
+    def __init__(
+        self,
+        engine_slots: int,
+        budget: int | None,
+        *,
+        first: int,
+        top_priority: int,
+        long_first: bool = False,
+    ) -> None:
+        """`budget` is what all slots together may hold, in tokens; None where each has its own.
 
-        `first` slots are kept for turns of `top_priority`.
+        `first` slots are kept for turns of `top_priority`. `long_first`: the longest paused KV gives way
+        first.
         """
         self.slots = [Slot(index) for index in range(engine_slots)]
-        self.budget = budget
+        self.ledger = Ledger(budget)
         self._first = first
         self._top_priority = top_priority
+        self._long_first = long_first and budget is not None
         self._clock = 0
 
-    def charged(self) -> int:
-        """Tokens charged against the pool."""
-        return sum(slot.reserved for slot in self.slots)
+    @property
+    def budget(self) -> int | None:
+        """What all slots together may hold, in tokens."""
+        return self.ledger.budget
+
+    def charged(self, slot: Slot) -> int:
+        """Tokens charged to one slot."""
+        return self.ledger.of(slot.id)
+
+    def settle(self, slot: Slot, tokens: int) -> None:
+        """Charge a busy slot with its turn's reservation only: what it held before is overwritten."""
+        self.ledger.change(slot.id, tokens)
 
     def occupy(self, slot: Slot, *, turn: str, agent: str, priority: int, reserve: int) -> None:
-        """Seat a turn that is about to run."""
+        """Seat a turn that is about to run. Raises LedgerError when its reservation does not fit."""
+        before = self.charged(slot)
+        if slot.id in self.ledger:
+            self.ledger.change(slot.id, max(reserve, before))
+        else:
+            self.ledger.open(slot.id, reserve)
         self._clock += 1
         slot.state = SlotState.BUSY
         slot.turn, slot.agent, slot.priority = turn, agent, priority
         slot.kv_tokens = 0
-        slot.reserved = max(reserve, slot.reserved)
         slot.order = self._clock
+
+    def clear(self, slot: Slot) -> None:
+        """Forget everything the slot held."""
+        if slot.id in self.ledger:
+            self.ledger.close(slot.id)
+        slot.state = SlotState.EMPTY
+        slot.turn = slot.agent = slot.copy = None
+        slot.priority = slot.kv_tokens = slot.prompt_tokens = 0
+        slot.prefix = ()
+        slot.saving = slot.evict = False
 
     def leave(self, slot: Slot, *, state: SlotState, kv_tokens: int) -> None:
         """A turn left the batch; its KV stays as `state` (PAUSED or IDLE), or is nothing."""
         self._clock += 1
-        if kv_tokens <= 0:
-            leftover = 0 if self.budget is None else slot.reserved
-            slot.clear()
-            if leftover:
+        charged = self.charged(slot)
+        free = self.ledger.free
+        if kv_tokens <= 0 or (free is not None and kv_tokens > charged + free):
+            # Nothing of worth, or more than was reserved and than there is: not to be built upon.
+            self.clear(slot)
+            if self.budget is not None and charged:
                 slot.state = SlotState.IDLE
-                slot.kv_tokens = slot.reserved = leftover
+                slot.kv_tokens = charged
+                self.ledger.open(slot.id, charged)
             return
         slot.state = state
-        slot.kv_tokens = slot.reserved = kv_tokens
+        slot.kv_tokens = kv_tokens
+        self.ledger.change(slot.id, kv_tokens)
         slot.order = self._clock
         slot.guard = slot.priority
         if state is SlotState.IDLE:
             slot.turn = None
 
-    def candidate(self, agent: str, priority: int) -> Slot | None:
-        """The slot a newcomer should take: the agent's own idle cache, else the cheapest to give up."""
+    def candidate(self, agent: str, priority: int, prefix: Prefix = ()) -> Slot | None:
+        """The slot a newcomer should take: one whose KV its prompt goes on from, else the cheapest."""
         best: Slot | None = None
-        best_cost: tuple[int, ...] | None = None
+        best_cost: tuple[float, ...] | None = None
+        busy = SlotState.BUSY
         for slot in self.slots:
-            if slot.state is SlotState.BUSY:
+            if slot.state is busy or not slot.takeable:  # most are, and this is the hot path
                 continue
-            cost = self._cost(slot, agent, priority)
+            cost = self._cost(slot, agent, priority, prefix)
             if cost is not None and (best_cost is None or cost < best_cost):
                 best, best_cost = slot, cost
         return best
 
+    def goes_on(self, slot: Slot, agent: str, prefix: Prefix) -> int:
+        """Tokens of an idle slot's KV that a prompt goes on from; 0 when it is mostly something else.
+
+        Without anything known of the prompts, an agent's next turn is taken to go on from its last.
+        """
+        if slot.state is not SlotState.IDLE or slot.agent is None:
+            return 0
+        if not prefix or not slot.prefix:
+            return slot.kv_tokens if slot.agent == agent else 0
+        shared = shared_tokens(prefix, slot.prefix, slot.prompt_tokens, slot.kv_tokens)
+        return shared if 2 * shared >= slot.kv_tokens else 0
+
     def victims_for_room(self, need: int, priority: int, keep: Slot | None) -> list[Slot] | None:
         """Slots to erase so that `need` more tokens fit the pool; none when they fit already.
 
-        None: wait, either for slots that are being erased or for turns that are leaving. `keep` (the
+        None: wait, for slots that are being erased or saved or for turns that are leaving. `keep` (the
         slot the newcomer will use) is not listed: its present charge is replaced.
         """
-        if self.budget is None:
+        free = self.ledger.free
+        if free is None:
             return []
-        free = self.budget - self.charged() + (keep.reserved if keep is not None else 0)
+        free += self.charged(keep) if keep is not None else 0
         if free >= need:
             return []
-        free += sum(slot.reserved for slot in self.slots if slot.state is SlotState.ERASING)
+        free += sum(self.charged(s) for s in self.slots if s.state is SlotState.ERASING or s.saving)
         if free >= need:
             return None
         costs = [
             (cost, slot)
             for slot in self.slots
             if slot is not keep
-            and slot.reserved
-            and (cost := self._cost(slot, agent="", priority=priority)) is not None
+            and slot.takeable
+            and self.charged(slot)
+            and (cost := self._cost(slot, agent="", priority=priority, prefix=())) is not None
         ]
         chosen: list[Slot] = []
         for _, slot in sorted(costs, key=lambda pair: pair[0]):
             chosen.append(slot)
-            free += slot.reserved
+            free += self.charged(slot)
             if free >= need:
                 return chosen
         return None
@@ -172,28 +236,52 @@ class SlotTable:
     def held_from(self, priority: int) -> int:
         """Tokens of the pool that a newcomer may not take, those of turns about to resume left out."""
         return sum(
-            slot.reserved
+            self.charged(slot)
             for slot in self.slots
             if slot.state is SlotState.BUSY
             or (slot.state is SlotState.PAUSED and priority < slot.guard < NOBODY)
         )
 
+    def owners(self) -> dict[str, int]:
+        """Charged tokens by what they are for; `reserved` is what running turns may still grow into."""
+        found = dict.fromkeys(("running", "paused", "idle", "reserved"), 0)
+        for slot in self.slots:
+            charged = self.charged(slot)
+            if slot.state is SlotState.BUSY:
+                held = min(slot.kv_tokens, charged)
+                found["running"] += held
+                found["reserved"] += charged - held
+            else:
+                found["paused" if slot.state is SlotState.PAUSED else "idle"] += charged
+        return found
+
     def view(self) -> tuple[SlotView, ...]:
         """All slots as they stand."""
         return tuple(
-            SlotView(slot.id, slot.state, slot.turn, slot.agent, slot.priority, slot.kv_tokens)
+            SlotView(
+                slot.id,
+                slot.state,
+                slot.turn,
+                slot.agent,
+                slot.priority,
+                slot.kv_tokens,
+                slot.copy is not None and not slot.saving,
+                slot.saving,
+            )
             for slot in self.slots
         )
 
-    def _cost(self, slot: Slot, agent: str, priority: int) -> tuple[int, ...] | None:
+    def _cost(self, slot: Slot, agent: str, priority: int, prefix: Prefix) -> tuple[float, ...] | None:
         top = priority >= self._top_priority
         kept = slot.id < self._first and not top
+        dirty = slot.copy is None
         if slot.state is SlotState.IDLE and slot.agent is not None:
-            if slot.agent == agent:
-                return (0, 0, -slot.order)
-            return (2, kept, slot.priority, slot.id if top and self._first else slot.order)
+            shared = self.goes_on(slot, agent, prefix)
+            if shared:
+                return (0, -shared if prefix else 0, -slot.order)
+            return (2, kept, dirty, slot.priority, slot.id if top and self._first else slot.order)
         if slot.state in (SlotState.EMPTY, SlotState.IDLE):
             return (2 if kept else 1, kept, slot.id)
         if slot.state is SlotState.PAUSED and slot.guard <= priority:
-            return (3, slot.priority, -slot.order)
+            return (3, dirty, slot.priority, -slot.kv_tokens if self._long_first else 0, -slot.order)
         return None

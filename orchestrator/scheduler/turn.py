@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
+from orchestrator.scheduler.prefix import Prefix
 from orchestrator.scheduler.slots import ANYBODY, NOBODY, Slot
 from orchestrator.turns import Tier
+
+if TYPE_CHECKING:
+    from orchestrator.scheduler.swap import SwapFile
 
 
 class Phase(StrEnum):
@@ -36,10 +41,21 @@ class Turn:
     reserve: int
     queued_at: float
     phase: Phase
+    prefix: Prefix = ()
+    max_tokens: int = 0
+    """Generation limit; 0 when unknown, and once the reservation is exact."""
     slot: Slot | None = None
+    file: SwapFile | None = None
+    """Its saved KV, while it is paused; a copy as long as `slot` still holds the same."""
+    source: SwapFile | None = None
+    """What its segment begins with, until the engine has picked it up."""
+    resumed_from: tuple[Tier, int] | None = None
+    """Tier and KV tokens of a resume whose outcome is not known yet."""
     kv_tokens: int = 0
     ran: bool = False
     started_at: float = 0.0
+    paused_at: float = 0.0
+    placed_at: float = 0.0
     preemptions: int = 0
     cancelled: bool = False
     hold: bool = False
@@ -50,6 +66,13 @@ class Turn:
     """The step in which it last began to want a place."""
     placed_in: int = 0
     """The step in which it last was given one."""
+
+    @property
+    def tier(self) -> Tier:
+        """Where its KV is while it does not run."""
+        if self.slot is not None:
+            return Tier.RESIDENT
+        return Tier.SWAPPED if self.file is not None and self.file.ready else Tier.DROPPED
 
     def guard(self) -> float:
         """The least priority of those who may take its paused KV; see :class:`Slot`."""
@@ -78,3 +101,6 @@ class TurnView:
     kv_tokens: int
     tier: Tier | None
     preemptions: int
+    swap_bytes: int
+    resume_s: dict[Tier, float | None]
+    """What a resume would cost by tier, as measured so far."""

@@ -6,6 +6,27 @@ from typing import Any
 
 CLASSES = {"foreground": 100, "normal": 50, "background": 20, "batch": 0}
 KV_BYTES = 23_040
+STEP_S = 0.0253
+COSTS = {
+    "prefill_tokens_per_s": 230.0,
+    "save_s_per_1k_tokens": 0.0098,
+    "restore_s_per_1k_tokens": 0.0041,
+    "resident_s_per_1k_tokens": 0.0011,
+    "resident_reevaluated": 0.0004,
+    "swapped_reevaluated": 0.0006,
+}
+SWAP = {
+    "enabled": True,
+    "budget_bytes": 1 << 30,
+    "used_bytes": (671 + 1364) * KV_BYTES + 32,
+    "files": 2,
+    "turns": 2,
+    "saves": 7,
+    "restores": 5,
+    "failures": 0,
+    "stalls": 1,
+    "paused_until_s": None,
+}
 
 
 def turn_id(number: int) -> str:
@@ -24,6 +45,8 @@ def slot(
     turn: str | None = None,
     preemptions: int | None = None,
     per_token: int | None = KV_BYTES,
+    copy: bool = False,
+    resume_cost_s: float = 0.0,
 ) -> dict[str, Any]:
     return {
         "id": number,
@@ -36,11 +59,53 @@ def slot(
         "tokens": tokens,
         "max_tokens": max_tokens,
         "preemptions": preemptions,
+        "copy": copy,
+        "resume_cost_s": resume_cost_s,
+        "tokens_reevaluated": 0,
+        "predicted_resume_s": predicted(kv_tokens if turn else None),
     }
 
 
-def busy_state(*, per_token: int | None = KV_BYTES) -> dict[str, Any]:
-    """Twelve slots: a foreground turn and seven others decode, two are parked, one is cache, one empty."""
+def predicted(kv_tokens: int | None) -> dict[str, float | None]:
+    """What resumes would take on an engine with the figures of `COSTS`."""
+    if kv_tokens is None:
+        return {"resident": None, "swapped": None, "dropped": None}
+    return {
+        "resident": STEP_S,
+        "swapped": STEP_S + kv_tokens * 4.1e-6,
+        "dropped": STEP_S + kv_tokens / COSTS["prefill_tokens_per_s"],
+    }
+
+
+def paused_turn(
+    number: int, agent: str, tier: str, tokens: int, *, per_token: int | None = KV_BYTES, **changes: Any
+) -> dict[str, Any]:
+    kv_tokens = 0 if tier == "dropped" else 60 + tokens
+    resident = tier == "resident"
+    return {
+        "turn": turn_id(number),
+        "agent": agent,
+        "tier": tier,
+        "kv_bytes": None if per_token is None else kv_tokens * per_token if resident else 0,
+        "priority": 20,
+        "kv_tokens": kv_tokens,
+        "tokens": tokens,
+        "max_tokens": 1500,
+        "held": False,
+        "preemptions": 1,
+        "swap_bytes": 0 if tier != "swapped" else kv_tokens * (per_token or KV_BYTES) + 16,
+        "resume_cost_s": 0.0,
+        "tokens_reevaluated": 0,
+        "predicted_resume_s": predicted(60 + tokens)[tier],
+        **changes,
+    }
+
+
+def busy_state(*, per_token: int | None = KV_BYTES, layout: str = "unified") -> dict[str, Any]:
+    """Twelve slots: a foreground turn and seven others decode, two are parked, one is cache, one empty.
+
+    Four turns are paused: two resident, of which one has a copy in a file, one swapped and one dropped.
+    """
     agents = ["editor", "reviewer", "reviewer", "tester", "tester", "refactorer", "refactorer", "indexer"]
     slots = []
     for number, agent in enumerate(agents):
@@ -59,47 +124,29 @@ def busy_state(*, per_token: int | None = KV_BYTES) -> dict[str, Any]:
                 turn=turn_id(number + 1),
                 preemptions=number % 3,
                 per_token=per_token,
+                resume_cost_s=number % 3 * 0.0284,
             )
         )
-    paused = []
-    for number, (agent, tokens) in enumerate([("reviewer", 611), ("indexer", 44)], start=8):
-        priority = 20 if agent == "reviewer" else 0
-        turn = turn_id(number + 1)
-        kv = 60 + tokens
-        slots.append(
-            slot(number, "paused", agent, priority, tokens, 1500, kv, turn=turn, per_token=per_token)
-        )
-        paused.append(
-            {
-                "turn": turn,
-                "agent": agent,
-                "tier": "resident",
-                "kv_bytes": None if per_token is None else kv * per_token,
-                "priority": priority,
-                "kv_tokens": kv,
-                "tokens": tokens,
-                "max_tokens": 1500,
-                "held": number == 9,
-                "preemptions": number - 7,
-            }
-        )
-    paused.append(
-        {
-            "turn": turn_id(40),
-            "agent": "tester",
-            "tier": "dropped",
-            "kv_bytes": 0,
-            "priority": 20,
-            "kv_tokens": 0,
-            "tokens": 902,
-            "max_tokens": 1500,
-            "held": False,
-            "preemptions": 12,
-        }
-    )
+    paused = [
+        paused_turn(9, "reviewer", "resident", 611, per_token=per_token, swap_bytes=671 * KV_BYTES + 16),
+        paused_turn(10, "indexer", "resident", 44, per_token=per_token, priority=0, held=True, preemptions=2),
+        paused_turn(39, "refactorer", "swapped", 1304, per_token=per_token, resume_cost_s=0.0312),
+        paused_turn(40, "tester", "dropped", 902, per_token=per_token, resume_cost_s=9.31, preemptions=12),
+    ]
+    for number, turn in enumerate(paused[:2], start=8):
+        known = (turn[key] for key in ("agent", "priority", "tokens", "max_tokens", "kv_tokens"))
+        copy = turn["swap_bytes"] > 0
+        slots.append(slot(number, "paused", *known, turn=turn["turn"], per_token=per_token, copy=copy))
     slots.append(slot(10, "idle", "editor", 100, kv_tokens=96, per_token=per_token))
     slots.append(slot(11, "empty", per_token=per_token))
     used = sum(entry["kv_tokens"] for entry in slots)
+    owners = {
+        "running": sum(entry["kv_tokens"] for entry in slots[:8]),
+        "paused": sum(entry["kv_tokens"] for entry in slots[8:10]),
+        "idle": 96,
+        "reserved": sum(entry["max_tokens"] - entry["tokens"] for entry in slots[:8]),
+    }
+    charged = sum(owners.values())
     return {
         "backends": [
             {
@@ -113,15 +160,20 @@ def busy_state(*, per_token: int | None = KV_BYTES) -> dict[str, Any]:
                 "engine_slots": 12,
                 "slot_context": 2048,
                 "kv": {
-                    "budget_bytes": None if per_token is None else 24_576 * per_token,
-                    "used_bytes": None if per_token is None else used * per_token,
+                    "layout": layout,
                     "bytes_per_token": per_token,
                     "budget_tokens": 24_576,
+                    "budget_bytes": None if per_token is None else 24_576 * per_token,
                     "used_tokens": used,
-                    "layout": "split",
+                    "used_bytes": None if per_token is None else used * per_token,
+                    "charged_tokens": charged,
+                    "charged_bytes": None if per_token is None else charged * per_token,
+                    "owners": owners,
                 },
+                "swap": dict(SWAP),
+                "costs": dict(COSTS),
                 "slots": slots,
-                "step_s": 0.0253,
+                "step_s": STEP_S,
                 "native_park": False,
             }
         ],
@@ -136,6 +188,28 @@ def busy_state(*, per_token: int | None = KV_BYTES) -> dict[str, Any]:
             "turns_cancelled": 2,
         },
     }
+
+
+def swap_trouble() -> dict[str, Any]:
+    """As `busy_state`, after a folder has filled up."""
+    state = busy_state()
+    state["backends"][0]["swap"] |= {"failures": 3, "paused_until_s": 27.4}
+    return state
+
+
+def older_state() -> dict[str, Any]:
+    """As `busy_state`, from a service that knows nothing of swap and costs."""
+    state = busy_state(layout="split")
+    (backend,) = state["backends"]
+    del backend["swap"], backend["costs"]
+    for key in ("charged_tokens", "charged_bytes", "owners"):
+        del backend["kv"][key]
+    state["paused"] = [turn for turn in state["paused"] if turn["tier"] != "swapped"]
+    newer = ("copy", "resume_cost_s", "tokens_reevaluated", "predicted_resume_s", "swap_bytes")
+    for entry in (*backend["slots"], *state["paused"]):
+        for key in newer:
+            entry.pop(key, None)
+    return state
 
 
 def down_state() -> dict[str, Any]:
@@ -187,9 +261,9 @@ def summary(number: int, state: str, agent: str = "reviewer", **changes: Any) ->
 
 
 def story() -> dict[str, Any]:
-    """A turn that was preempted once and is done."""
+    """A turn that was preempted twice, whose KV was in a file once and once could not be saved."""
     t = 1_800_000_000.0
-    return summary(3, "done", finish_reason="stop") | {
+    return summary(3, "done", finish_reason="stop", preemptions=2, tokens_reevaluated=232) | {
         "timeline": [
             {"t": t, "event": "queued", "agent": "reviewer", "priority": "background"},
             {"t": t + 1.204, "event": "claimed", "backend": "local"},
@@ -209,13 +283,35 @@ def story() -> dict[str, Any]:
                 "tokens": 171,
                 "kv_tokens": 231,
             },
+            {"t": t + 6.1, "event": "swapped", "kv_tokens": 231, "file_bytes": 5_322_256, "stall_s": 0.0023},
+            {"t": t + 9.70, "event": "restored", "kv_tokens": 231, "stall_s": 0.0011},
             {
                 "t": t + 9.75,
                 "event": "resumed",
+                "tier": "swapped",
                 "slot": 4,
                 "cached_tokens": 230,
                 "tokens_reevaluated": 1,
                 "engine_wait_s": 0.0267,
+            },
+            {
+                "t": t + 9.81,
+                "event": "paused",
+                "by": turn_id(11),
+                "stop_s": 0.0201,
+                "tokens": 172,
+                "kv_tokens": 232,
+            },
+            {"t": t + 9.9, "event": "swap_failed", "error": "the swap folder is full"},
+            {"t": t + 10.2, "event": "dropped"},
+            {
+                "t": t + 11.3,
+                "event": "resumed",
+                "tier": "dropped",
+                "slot": 7,
+                "cached_tokens": 0,
+                "tokens_reevaluated": 231,
+                "engine_wait_s": 1.04,
             },
             {"t": t + 15.1, "event": "done", "finish_reason": "stop", "tokens": 354},
         ]

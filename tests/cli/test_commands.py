@@ -79,7 +79,7 @@ def test_help_names_every_command(swarm: Swarm) -> None:
 def test_ps_shows_the_state(swarm: Swarm, service: FakeService) -> None:
     result = swarm("ps", "--url", service.url)
     assert result.code == 0
-    assert "decoding 8/8  slots 12  KV 138 MiB of 540 MiB split  step 25.3 ms" in result.out
+    assert "decoding 8/8  slots 12  KV 138 MiB of 540 MiB unified  step 25.3 ms" in result.out
     assert "queue   3 turns waiting: background 2, batch 1" in result.out
     assert "\x1b" not in result.out, "no colours where there is no terminal"
 
@@ -118,7 +118,8 @@ def test_turn_tells_its_story(swarm: Swarm, service: FakeService) -> None:
     result = swarm("turn", samples.turn_id(3), "--url", service.url)
     assert "stopped in 18.3 ms" in result.out
     assert "after 4.25 s" in result.out
-    assert "preempted 1 time, 1 token re-evaluated" in result.out
+    assert "preempted 2 times, 232 tokens re-evaluated" in result.out
+    assert all(event in result.out for event in ("swapped", "restored", "swap failed", "dropped"))
 
 
 @pytest.mark.parametrize("typed", ["daa6", "turn-daa6", "daa66d2c"])

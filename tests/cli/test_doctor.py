@@ -57,7 +57,8 @@ def with_engine(url: str, **changes: Any) -> list[dict[str, Any]]:
 
 def test_nothing_to_complain_about(swarm: Swarm, tmp_path: Path) -> None:
     with serve_simulated_in_thread(SimulatedConfig(n_slots=6, n_ctx=12_288)) as url:
-        code, found = examine(swarm, write(tmp_path, backends=with_engine(url)))
+        backends = with_engine(url, kv_bytes_per_token=23_040)
+        code, found = examine(swarm, write(tmp_path, backends=backends))
     assert code == 0
     assert {finding["level"] for finding in found.values()} == {"ok"}, found
     assert "2 spare" in found["mine slots"]["text"]
@@ -150,6 +151,7 @@ def test_deep_measures_a_cancel_and_tries_a_save(swarm: Swarm, tmp_path: Path) -
         _, found = examine(swarm, write(tmp_path, backends=backends), "--deep")
     assert found["mine cancel in prefill"]["text"].startswith("took ")
     assert level(found, "mine save path") == "ok"
+    assert found["mine KV measured"]["text"].endswith("B a token, by a save")
     assert not (tmp_path / "swarm-doctor.bin").exists()
 
 
@@ -168,6 +170,8 @@ def test_deep_on_the_real_engine(swarm: Swarm, tmp_path: Path, engine_url: str) 
     assert found["mine cancel in prefill"]["text"].startswith(("took ", "a prompt of"))
     assert level(found, "mine save path") == "ok"
     assert level(found, "mine preemption") == "ok"
+    per_token = int(found["mine KV measured"]["text"].split()[0].replace(",", ""))
+    assert per_token == pytest.approx(23_040, rel=0.01)
 
 
 # Managed engines ----------------------------------------------------------------------------------

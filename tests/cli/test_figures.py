@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from orchestrator.cli.columns import fit
-from orchestrator.cli.figures import clock, duration, ids, plain, plural, size
+from orchestrator.cli.figures import clock, duration, ids, plain, plural, short_count, size
 
 
 @pytest.mark.parametrize(
@@ -35,6 +35,24 @@ def test_duration(seconds: float, shown: str) -> None:
 )
 def test_size(n_bytes: int, shown: str) -> None:
     assert size(n_bytes) == shown
+
+
+@pytest.mark.parametrize(
+    ("number", "shown"),
+    [
+        (0, "0"),
+        (999, "999"),
+        (1000, "1.0k"),
+        (24_576, "24.6k"),
+        (99_949, "99.9k"),
+        (99_950, "100k"),
+        (999_499, "999k"),
+        (999_500, "1.0M"),
+        (2_500_000_000, "2,500M"),
+    ],
+)
+def test_short_count(number: int, shown: str) -> None:
+    assert short_count(number) == shown
 
 
 def test_small_ones() -> None:

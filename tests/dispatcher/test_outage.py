@@ -143,6 +143,9 @@ class Hopeless(Generation):
     def preempt(self) -> None:
         pass
 
+    def restored(self, slot: int, kv_tokens: int) -> None:
+        pass
+
     async def discard(self) -> None:
         pass
 

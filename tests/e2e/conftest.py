@@ -25,10 +25,11 @@ backends:
     decode_slots: {decode_slots}
     kv_layout: split
     batch_tokens: 64
-    model: small
+    model: small{extra}
 policy: {{preemption: {preemption}}}
 agents:
   editor: {{priority: foreground}}
+  helper: {{priority: normal}}
   worker: {{priority: background}}
   drudge: {{priority: batch}}
 default_agent: editor
@@ -104,6 +105,17 @@ class Swarm:
     async def record(self, turn: str) -> dict[str, Any]:
         return dict((await self.http.get(f"/swarm/turns/{turn}")).json())
 
+    async def state(self) -> dict[str, Any]:
+        """The only backend's entry of `/swarm/state`."""
+        [backend] = (await self.http.get("/swarm/state")).json()["backends"]
+        return dict(backend)
+
+    async def until_tier(self, turn: str, tier: str) -> None:
+        """Wait until the paused turn's KV is there."""
+        with anyio.fail_after(60):
+            while (await self.record(turn)).get("tier") != tier:  # noqa: ASYNC110
+                await anyio.sleep(0.02)
+
     async def until(self, turn: str, *states: str) -> dict[str, Any]:
         """Wait until the turn's record says one of `states`."""
         with anyio.fail_after(60):
@@ -114,10 +126,16 @@ class Swarm:
                 await anyio.sleep(0.05)
 
 
-def swarm_config(redis_url: str, engine_url: str, *, decode_slots: int = 4, preemption: bool = True) -> str:
-    """The configuration's text."""
+def swarm_config(
+    redis_url: str, engine_url: str, *, decode_slots: int = 4, preemption: bool = True, **backend: object
+) -> str:
+    """The configuration's text; `backend`: further keys of the backend."""
     return CONFIG.format(
-        redis=redis_url, engine=engine_url, decode_slots=decode_slots, preemption=str(preemption).lower()
+        redis=redis_url,
+        engine=engine_url,
+        decode_slots=decode_slots,
+        preemption=str(preemption).lower(),
+        extra="".join(f"\n    {key}: {json.dumps(value)}" for key, value in backend.items()),
     )
 
 

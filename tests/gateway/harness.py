@@ -14,6 +14,7 @@ import orjson
 from redis.asyncio import Redis
 from starlette.applications import Starlette
 
+from backends.kv_shape import KvShape
 from backends.protocol import BackendError, EngineInfo, KvLayout
 from orchestrator.broker import (
     Broker,
@@ -67,10 +68,10 @@ def make_info(context: int = 2048, slots: int = 4, layout: KvLayout = KvLayout.S
         slot_context=context,
         kv_layout=layout,
         kv_budget_tokens=budget,
-        kv_bytes_per_token=100,
+        kv=KvShape(100),
         batch_tokens=64,
         native_park=False,
-        save_restore=True,
+        swap=True,
         reasoning_template=False,
     )
 

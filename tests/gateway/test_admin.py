@@ -31,7 +31,37 @@ PUBLISHED: dict[str, Any] = {
     "healthy": True,
     "decode_slots": 2,
     "engine_slots": 3,
-    "kv": {"budget_bytes": 1000, "used_bytes": 10, "bytes_per_token": 5},
+    "kv": {
+        "layout": "unified",
+        "bytes_per_token": 5,
+        "budget_tokens": 200,
+        "budget_bytes": 1000,
+        "used_tokens": 2,
+        "used_bytes": 10,
+        "charged_tokens": 30,
+        "charged_bytes": 150,
+        "owners": {"running": 2, "paused": 0, "idle": 0, "reserved": 28},
+    },
+    "swap": {
+        "enabled": True,
+        "budget_bytes": 10_000,
+        "used_bytes": 7,
+        "files": 1,
+        "turns": 1,
+        "saves": 1,
+        "restores": 0,
+        "failures": 0,
+        "stalls": 0,
+        "paused_until_s": None,
+    },
+    "costs": {
+        "prefill_tokens_per_s": 230.0,
+        "save_s_per_1k_tokens": 0.0098,
+        "restore_s_per_1k_tokens": None,
+        "resident_s_per_1k_tokens": None,
+        "resident_reevaluated": None,
+        "swapped_reevaluated": None,
+    },
     "slots": [
         {
             "id": 0,
@@ -115,6 +145,31 @@ async def test_state_of_a_service_that_nobody_serves(redis: Redis) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("keys", "tokens", "n_bytes", "layout"),
+    [
+        ('url: "http://h"', None, None, None),
+        ('url: "http://h", kv_budget: 1000', None, 1000, None),
+        ('url: "http://h", kv_budget: 1000, kv_bytes_per_token: 3, kv_layout: unified', 333, 999, "unified"),
+        ("managed: {context: 4096}", 4096, None, "split"),
+        ("managed: {context: 4096}, kv_bytes_per_token: 2", 4096, 8192, "split"),
+        ("managed: {context: 4096}, kv_bytes_per_token: 2, kv_budget: 1KiB", 512, 1024, "split"),
+        ("managed: {context: 4096}, kv_bytes_per_token: 2, kv_budget: 1MiB", 4096, 8192, "split"),
+        ("managed: {context: 4096}, vram: {usable: 9, weights: 4}", None, 5, "split"),
+    ],
+)
+async def test_the_budget_of_a_silent_backend_is_the_configured_one(
+    redis: Redis, keys: str, tokens: int | None, n_bytes: int | None, layout: str | None
+) -> None:
+    config = parse_config(f"backends: [{{name: b, {keys}, swap_budget: 0}}]\nagents: {{a: {{}}}}\n")
+    async with application(redis, config=config) as client:
+        (backend,) = (await client.get("/swarm/state")).json()["backends"]
+    kv = backend["kv"]
+    assert (kv["budget_tokens"], kv["budget_bytes"], kv["layout"]) == (tokens, n_bytes, layout)
+    assert (kv["used_tokens"], kv["charged_tokens"], sum(kv["owners"].values())) == (0, 0, 0)
+    assert (backend["swap"]["enabled"], backend["swap"]["budget_bytes"]) == (False, 0)
+
+
 async def test_state(redis: Redis, valkey_url: str) -> None:
     async with service(redis, valkey_url, config=make_config(header_wait_s=0)) as swarm:
         await publish(redis)
@@ -132,7 +187,11 @@ async def test_state(redis: Redis, valkey_url: str) -> None:
     local = dict(PUBLISHED, pool="default")
     paused = local.pop("paused")
     assert state["backends"][0] == local
-    assert set(state["backends"][1]) == set(local)
+    silent = state["backends"][1]
+    assert set(silent) == set(local)
+    for part in ("kv", "swap", "costs"):
+        assert set(silent[part]) == set(local[part]), part
+    assert set(silent["kv"]["owners"]) == set(local["kv"]["owners"])
     assert state["paused"] == paused
     assert state["queue"]["waiting"] == 2
     assert state["queue"]["by_class"] == {"foreground": 1, "normal": 0, "background": 1, "batch": 0}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -9,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backends.protocol import EngineRefused, EngineUnavailable, KvLayout
+from backends.kv_shape import KvShape
+from backends.protocol import EngineInfo, EngineRefused, EngineUnavailable, KvLayout
 from orchestrator.gateway.errors import ApiError
-from orchestrator.gateway.sizer import prompt_bound, size_turn, uncounted_size
+from orchestrator.gateway.sizer import prompt_bound, size_turn
 from orchestrator.gateway.validate import Ask, parse_ask
 from orchestrator.turns import TurnSize
 from tests.gateway.harness import FakeEngines, make_info
@@ -46,12 +48,42 @@ async def test_the_context_limits_the_reply() -> None:
     assert await size(FakeEngines(count=2000), ask("x" * 3000)) == TurnSize(2000, 48, exact=True)
 
 
-@pytest.mark.parametrize("count", [2048, 5000])
-async def test_a_prompt_must_leave_room(count: int) -> None:
+async def refusal(info: EngineInfo, count: int) -> ApiError:
     with pytest.raises(ApiError) as caught:
-        await size(FakeEngines(count=count), ask("x" * 3000))
+        await size(FakeEngines({"default": info}, count), ask("x" * 3000))
     assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
-    assert f"{count:,}" in caught.value.message and "2,048" in caught.value.message
+    assert caught.value.param == "messages"
+    return caught.value
+
+
+async def test_a_prompt_must_leave_room() -> None:
+    info = make_info(2048)
+    engines = FakeEngines({"default": info}, count=2047)
+    assert await size(engines, ask("x" * 3000)) == TurnSize(2047, 1, exact=True)
+    assert (await refusal(info, 2048)).message == (
+        "the prompt has 2,048 tokens and the reply needs at least 1: 2,049 tokens (0.2 MiB of KV), "
+        "but the context of this model is 2,048 tokens (0.2 MiB of KV)"
+    )
+
+
+@pytest.mark.parametrize("layout", KvLayout)
+async def test_the_budget_is_a_limit_too(layout: KvLayout) -> None:
+    info = replace(make_info(2048, 4, layout), kv_budget_tokens=1000)
+    engines = FakeEngines({"default": info}, count=900)
+    assert await size(engines, ask("x" * 3000)) == TurnSize(900, 100, exact=True)
+    engines.count = 999
+    assert await size(engines, ask("x" * 3000)) == TurnSize(999, 1, exact=True)
+    assert (await refusal(replace(info, kv=None), 1000)).message == (
+        "the prompt has 1,000 tokens and the reply needs at least 1: 1,001 tokens, "
+        "but the KV budget of this model's engine is 1,000 tokens"
+    )
+
+
+async def test_bytes_follow_the_shape_of_the_kv() -> None:
+    shape = KvShape(token_bytes=1 << 20, window_token_bytes=1 << 20, window_tokens=10, fixed_bytes=5 << 20)
+    message = (await refusal(replace(make_info(100), kv=shape), 5000)).message
+    assert "5,001 tokens (5,016.0 MiB of KV)" in message
+    assert "100 tokens (115.0 MiB of KV)" in message
 
 
 async def test_a_shared_pool_is_shared_fairly() -> None:
@@ -70,6 +102,11 @@ async def test_no_engine_yet_is_the_dispatchers_business() -> None:
 async def test_an_engine_that_does_not_count() -> None:
     engines = FakeEngines(count=EngineUnavailable("busy"))
     assert await size(engines, ask("x" * 3000)) == TurnSize(1548, 500, exact=False)
+    engines.infos["default"] = replace(make_info(), kv_budget_tokens=600)
+    assert await size(engines, ask("x" * 3000)) == TurnSize(100, 500, exact=False)
+    engines.infos["default"] = replace(make_info(), kv_budget_tokens=0)
+    with pytest.raises(ApiError):
+        await size(engines, ask("x" * 3000))
 
 
 async def test_an_engine_that_refuses() -> None:
@@ -87,12 +124,33 @@ async def test_images_have_no_bound() -> None:
     assert not (await size(engines, ask("x", tools=[{"type": "function"}]))).exact
 
 
-@settings(deadline=None)
-@given(st.integers(0, 10**6), st.integers(1, 10**6), st.integers(2, 10**5))
-def test_an_uncounted_turn_never_exceeds_the_context(bound: int, limit: int, context: int) -> None:
-    found = uncounted_size(make_info(context), bound, limit)
-    assert found.kv_tokens <= context
-    assert found.max_tokens >= 1 and found.prompt_tokens >= 0
+ENGINES = st.builds(
+    lambda context, budget, slots, layout: replace(
+        make_info(context, slots, layout), kv_budget_tokens=budget
+    ),
+    *(st.integers(1, 5000), st.integers(0, 20_000), st.integers(1, 16), st.sampled_from(KvLayout)),
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(ENGINES, st.integers(0, 6000), st.integers(1, 6000), st.integers(0, 6000), st.booleans())
+async def test_refused_only_and_always_what_cannot_fit(
+    info: EngineInfo, count: int, limit: int, padding: int, counts: bool
+) -> None:
+    """Whichever way a turn is sized: by its bound, by the engine, or by its bound for want of the engine."""
+    engines = FakeEngines({"default": info}, count if counts else EngineUnavailable("busy"))
+    most = min(info.slot_context, info.kv_budget_tokens)
+    try:
+        found = await size(engines, ask("x" * padding), limit)
+    except ApiError as error:
+        assert error.code == "context_length_exceeded"
+        assert f"{most:,} tokens" in error.message
+        assert (count if counts else 0) + 1 > most
+    else:
+        assert 1 <= found.max_tokens <= limit and found.prompt_tokens >= 0
+        assert found.kv_tokens <= info.slot_context and found.kv_tokens <= info.kv_budget_tokens
+        if found.exact:
+            assert found == TurnSize(count, min(limit, most - count), exact=True)
 
 
 @settings(deadline=None)

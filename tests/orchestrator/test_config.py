@@ -281,7 +281,7 @@ ADDED = {
 
 BACKEND_KEYS = (
     "name, kind, pool, url, managed, model, decode_slots, kv_layout, batch_tokens, "
-    "prefill_piece_tokens, kv_bytes_per_token, save_path"
+    "prefill_piece_tokens, kv_bytes_per_token, kv_budget, vram, save_path, swap_budget"
 )
 COMMAND = "a command line: text, or a list of texts, with the program first"
 
@@ -346,7 +346,8 @@ BACKEND = {
     "managed: {command: 3}": f"3: backends[0].managed.command: 3 is not {COMMAND}",
     "managed: true": (
         "3: backends[0].managed: true is not a mapping with keys of model, command, decode_slots, "
-        "engine_slots, context, kv_layout, batch_tokens, threads, nice, gpu_layers"
+        "engine_slots, context, kv_layout, batch_tokens, threads, nice, gpu_layers, "
+        "cache_type_k, cache_type_v"
     ),
 }
 

@@ -16,6 +16,7 @@ from orchestrator.scheduler import (
     Started,
     TurnQueued,
 )
+from orchestrator.turns import Tier
 
 BACKGROUND, FOREGROUND = 20, 100
 
@@ -54,7 +55,7 @@ def test_a_foreground_turn_comes_before_a_background_prefill_in_the_batch() -> N
         desk.start(f"b{n}", BACKGROUND)
     assert desk.start("f", FOREGROUND) == [Pause("b0", "f"), Start("f", 0)]
     desk.scheduler.handle(Paused("b0", 10, resident=True), 0.0)
-    assert desk.scheduler.handle(Ended("f", 20, resident=True), 0.0) == [Resume("b0", 1, resident=True)]
+    assert desk.scheduler.handle(Ended("f", 20, resident=True), 0.0) == [Resume("b0", 1, Tier.RESIDENT)]
 
 
 def test_others_take_a_first_slot_when_nothing_else_is_left() -> None:

@@ -2,7 +2,8 @@
 
 The model carries each command out, but when it likes and in any order: claims are won or lost, segments
 are picked up late or never, a turn told to pause may end first, streams break by themselves, operators
-hold and release, clients go away, the engine dies with commands in flight. After every single event the
+hold and release, clients go away, saves and restores fail, the engine re-evaluates what it should have
+kept, or dies with commands in flight. After every single event the
 commands are checked against what the model knows to be true, and the scheduler's view against the rules
 of `docs/architecture.md`. At the end everything is let finish, and what was accepted has to have ended
 exactly once.
@@ -35,19 +36,29 @@ from orchestrator.scheduler import (
     Erase,
     Erased,
     Event,
+    Forget,
     HoldRequested,
     MarkDropped,
+    MarkSwapped,
     Pause,
     Paused,
     Policy,
+    Prefilled,
     Progressed,
     Recovered,
     ReleaseRequested,
+    Restored,
+    RestoreFailed,
     Resume,
+    Save,
+    Saved,
+    SaveFailed,
     Scheduler,
     SchedulerView,
     Start,
     Started,
+    Stepped,
+    SwapPolicy,
     Tick,
     TurnQueued,
     Withdrawn,
@@ -71,7 +82,9 @@ TROUBLE = [
     "recovered",
     "engine lost or ready",
     "impossible news",
+    "measured",
 ]
+SWAP_BUDGETS = (None, None, 1_200, 3_500, 9_000, 100_000)
 ARRIVALS = (0, 0, 0, 20, 20, 50, 50, TOP)
 SPANS_S = (1.0, 61.0, 200.0)
 T = TypeVar("T")
@@ -79,10 +92,15 @@ T = TypeVar("T")
 
 @dataclass
 class Segment:
-    """A turn on the engine. `told`: to pause or to abort. `lost`: the engine died under it."""
+    """A turn on the engine. `told`: to pause or to abort. `lost`: the engine died under it.
+
+    `cached`: tokens of its prompt that are in the slot before it begins. `source`: a file that has to be
+    restored before that.
+    """
 
     slot: int
-    resident: bool
+    cached: int
+    source: str | None
     picked_up: bool = False
     told: str = ""
     lost: bool = False
@@ -102,6 +120,8 @@ class ModelTurn:
     ran: bool = False
     cancelled: bool = False
     held: bool = False
+    prefix: tuple[int, ...] = ()
+    limit: int = 0
     segment: Segment | None = None
     ended: int = 0
     departures: int = 0
@@ -109,13 +129,33 @@ class ModelTurn:
 
 
 @dataclass
+class File:
+    """A saved file: whose resume needs it (None: an idle cache), how much it holds, and of which slot."""
+
+    turn: str | None
+    kv: int
+    slot: int
+    written: bool = False
+    wanted: bool = True
+
+
+@dataclass
 class Engine:
-    """The truth about the KV: how much each slot holds, and which paused turn's it is."""
+    """The truth about the KV: how much each slot holds, and which paused turn's it is; and the files.
+
+    `hybrid`: whatever it is given back, it evaluates everything again.
+    """
 
     kv: list[int]
+    hybrid: bool
     paused: dict[int, str] = field(default_factory=dict)
     erasing: set[int] = field(default_factory=set)
+    files: dict[str, File] = field(default_factory=dict)
     ready: bool = False
+
+    def saving(self) -> dict[int, str]:
+        """Slots that are being saved, and to which file; a lost engine saves nothing any more."""
+        return {file.slot: key for key, file in self.files.items() if not file.written and file.wanted}
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -137,6 +177,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         min_run_s=st.sampled_from([0.0, 5.0]),
         max_preemptions=st.sampled_from([1, 50]),
         aging_s=st.sampled_from([0.0, 60.0]),
+        swap=st.sampled_from(SWAP_BUDGETS),
+        hybrid=st.sampled_from([False, False, False, True]),
         crowd=st.lists(st.tuples(st.sampled_from(PRIORITIES[:-1]), TOKENS, TOKENS), min_size=2, max_size=4),
         ready=st.sampled_from([True, True, True, False]),
     )
@@ -149,6 +191,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         min_run_s: float,
         max_preemptions: int,
         aging_s: float,
+        swap: int | None,
+        hybrid: bool,
         crowd: list[tuple[int, int, int]],
         ready: bool,
     ) -> None:
@@ -161,9 +205,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_preemptions=max_preemptions,
             aging_s=aging_s,
             priorities=PRIORITIES,
+            swap=SwapPolicy(swap, token_bytes=10, min_tokens=2) if swap is not None else None,
         )
         self.scheduler = Scheduler(self.policy)
-        self.engine = Engine([0] * self.policy.engine_slots)
+        self.engine = Engine([0] * self.policy.engine_slots, hybrid)
         if ready:
             self.engine_ready()
         for priority, prompt, limit in crowd:
@@ -234,6 +279,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 with pytest.raises(IllegalTransition):
                     self.scheduler.handle(Claimed(turn_id) if odd else ClaimLost(turn_id), self.now)
                 assert self.scheduler.view() == before
+            case "measured":
+                self.tell(Prefilled(40 + prompt, seconds) if odd else Stepped(seconds / 1000))
             case _:
                 pass  # nobody that it could happen to
 
@@ -243,6 +290,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """The ends of the commands in flight; each is told whether KV that it leaves is of worth."""
         return [
             *(partial(self.claim_won, turn) for turn in self.among("claiming")),
+            *(partial(self.saved, key) for key, file in self.engine.files.items() if not file.written),
             *(partial(self.picked_up, turn) for turn in self.segments(picked_up=False, lost=False)),
             *(partial(self.leaves, turn) for turn in self.stopping()),
             *(partial(self.erased, slot) for slot in sorted(self.engine.erasing)),
@@ -254,13 +302,42 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def claim_won(self, turn: ModelTurn, _keep: bool) -> None:
         turn.where = "owned"
-        self.tell(Claimed(turn.id))
+        # Half of the prompts were counted only roughly, so that more was reserved than is needed.
+        turn.limit = max(1, (turn.reserve - turn.kv) // 2) if turn.seq % 20 else 0
+        self.tell(Claimed(turn.id, turn.prefix, turn.limit))
 
-    def picked_up(self, turn: ModelTurn, _keep: bool) -> None:
+    def picked_up(self, turn: ModelTurn, keep: bool) -> None:
         segment = self.segment(turn)
+        if segment.source is not None:
+            key, segment.source = segment.source, None
+            if keep:
+                segment.cached = self.engine.kv[segment.slot] = self.engine.files[key].kv
+                self.tell(Restored(turn.id, segment.cached, 0.001 * segment.cached))
+            else:
+                segment.cached = self.engine.kv[segment.slot] = 0
+                self.tell(RestoreFailed(turn.id))
+            return
         segment.picked_up = True
         self.engine.kv[segment.slot] = turn.kv
-        self.tell(Started(turn.id, turn.kv))
+        if turn.limit:
+            turn.reserve, turn.limit = min(turn.reserve, turn.kv + turn.limit), 0
+        cached = 0 if self.engine.hybrid else min(segment.cached, turn.kv)
+        self.tell(Started(turn.id, turn.kv, cached))
+
+    def saved(self, key: str, keep: bool) -> None:
+        file = self.engine.files[key]
+        if keep and file.wanted:
+            file.written = True
+        else:
+            del self.engine.files[key]
+        if keep:
+            if not file.wanted:  # on the disk all the same
+                self.engine.files[key] = file
+                file.written = True
+            self.tell(Saved(file.slot, key, file.kv, 500 + 10 * file.kv, 0.002 * file.kv))
+            assert file.wanted or key not in self.engine.files, "nobody removes the file"
+        else:
+            self.tell(SaveFailed(file.slot, key))
 
     def erased(self, slot: int, _keep: bool) -> None:
         self.engine.erasing.discard(slot)
@@ -278,7 +355,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """A turn leaves the batch before its end; one that was not picked up left its slot as it was."""
         segment = self.segment(turn)
         turn.segment = None
-        keep = keep and not segment.lost and (segment.picked_up or segment.resident)
+        keep = keep and not segment.lost and (segment.picked_up or segment.cached == turn.kv)
         if keep:
             self.engine.paused[segment.slot] = turn.id
         self.departed(Paused(turn.id, turn.kv if keep else 0, keep))
@@ -313,6 +390,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         engine.kv = [0] * len(engine.kv)
         for turn in self.segments():
             self.segment(turn).lost = True
+        for file in engine.files.values():
+            file.wanted = file.wanted and file.written
         self.tell(EngineLost())
         assert not engine.paused, "a paused turn is still believed to have KV in a lost engine"
 
@@ -331,6 +410,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         # Now and then the news of a turn comes after that of later ones.
         seq = 10 * number - (25 if limit % 5 == 0 else 0)
         turn = ModelTurn(f"t{number}", agent, priority, seq, reserve, prompt, where)
+        # Agents share their first block, and go on from their own last turn.
+        earlier = sum(other.agent == agent for other in self.turns.values())
+        turn.prefix = (7, *(ord(agent) * 100 + at for at in range(earlier + 1)))
         self.turns[turn.id] = turn
         return turn
 
@@ -386,21 +468,29 @@ class SchedulerMachine(RuleBasedStateMachine):
                     assert self.engine.ready
                     assert turn.where == "queue" and not turn.cancelled
                     turn.where = "claiming"
-                case Start(turn_id, slot):
+                case Start(turn_id, slot, source):
                     assert not self.turns[turn_id].ran
                     started.add(turn_id)
-                    self.begins(turn_id, slot, False)
-                case Resume(turn_id, slot, resident):
-                    assert self.turns[turn_id].ran
+                    if source is not None:
+                        assert self.engine.files[source].written
+                    self.begins(turn_id, slot, 0, source)
+                case Resume(turn_id, slot, tier, source):
+                    turn = self.turns[turn_id]
+                    assert turn.ran
                     started.add(turn_id)
+                    resident = tier is Tier.RESIDENT
                     assert (self.engine.paused.get(slot) == turn_id) == resident
+                    assert (source is not None) == (tier is Tier.SWAPPED)
+                    if source is not None:
+                        file = self.engine.files[source]
+                        assert (file.turn, file.kv, file.written) == (turn_id, turn.kv, True), "another's KV"
                     if resident:
                         del self.engine.paused[slot]
                         if isinstance(event, Paused) and event.turn == turn_id:
                             # Its stream broke and it goes straight on: nobody has left.
                             for other in self.among("placed"):
                                 other.departures -= 1
-                    self.begins(turn_id, slot, resident)
+                    self.begins(turn_id, slot, turn.kv if resident else 0, source)
                 case Pause(turn_id, by):
                     self.paused(event, turn_id, by, phases)
                 case Abort(turn_id):
@@ -413,13 +503,42 @@ class SchedulerMachine(RuleBasedStateMachine):
                     assert turn.cancelled and turn.segment is None and turn.where == "owned"
                     self.gone(turn)
                     self.forget_kv(turn_id)
+                    for file in self.files_of(turn_id):
+                        file.turn = None
                 case MarkDropped(turn_id):
                     assert self.turns[turn_id].segment is None
                     assert turn_id in self.engine.paused.values()
+                    assert not self.files_of(turn_id)
                     self.forget_kv(turn_id)
-                case Erase(slot):
-                    assert self.policy.kv_budget_tokens is not None
+                case MarkSwapped(turn_id, key):
+                    turn, file = self.turns[turn_id], self.engine.files[key]
+                    assert turn.segment is None and turn_id in self.engine.paused.values()
+                    assert (file.turn, file.kv, file.written) == (turn_id, turn.kv, True)
+                    self.forget_kv(turn_id)
+                case Save(slot, key, of):
+                    assert self.engine.ready and self.policy.swap is not None
                     assert slot not in self.used_slots() and slot not in self.engine.erasing
+                    assert slot not in self.engine.saving() and key not in self.engine.files
+                    assert self.engine.paused.get(slot) == of
+                    self.engine.files[key] = File(of, self.engine.kv[slot], slot)
+                case Forget(key):
+                    file = self.engine.files.pop(key)
+                    assert file.written, "the file is still being written"
+                    assert not any(self.segment(turn).source == key for turn in self.segments()), "in use"
+                    owner = self.turns.get(file.turn or "")
+                    assert (
+                        owner is None
+                        or not file.wanted
+                        or owner.where == "gone"
+                        or owner.segment
+                        or owner.kv == 0
+                        or (owner.id in self.engine.paused.values())
+                    ), "a paused turn's only KV is removed"
+                case Erase(slot):
+                    may = self.policy.kv_budget_tokens is not None or self.policy.swap is not None
+                    assert may or self.engine.hybrid
+                    assert slot not in self.used_slots() and slot not in self.engine.erasing
+                    assert slot not in self.engine.saving(), "erased while it is being saved"
                     assert slot not in self.engine.paused, "erased under a paused turn that was not told"
                     self.engine.erasing.add(slot)
         assert not started & {command.turn for command in commands if isinstance(command, Pause)}
@@ -428,17 +547,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.check(view, phases)
         self.sound = True
 
-    def begins(self, turn_id: str, slot: int, resident: bool) -> None:
+    def begins(self, turn_id: str, slot: int, cached: int, source: str | None) -> None:
         turn = self.turns[turn_id]
         assert self.engine.ready
         assert turn.where == "owned" and not turn.cancelled and not turn.held and turn.segment is None
         assert slot not in self.used_slots(), "the occupant has not left"
         assert slot not in self.engine.erasing, "the slot is being erased"
         assert slot not in self.engine.paused, "a paused turn's KV is overwritten and it was not told"
+        assert slot not in self.engine.saving(), "the slot is being saved"
         turn.ran = True
-        turn.segment = Segment(slot, resident)
+        turn.segment = Segment(slot, cached, source)
         if turn.priority == TOP:
-            if self.policy.kv_budget_tokens is None:
+            if self.policy.kv_budget_tokens is None and self.policy.swap is None:
                 assert turn.departures - turn.tops <= 1, "a foreground turn waited for more than one pause"
             for other in self.among("placed"):
                 other.tops += 1
@@ -461,6 +581,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         for slot, paused in list(self.engine.paused.items()):
             if paused == turn_id:
                 del self.engine.paused[slot]
+
+    def files_of(self, turn_id: str) -> list[File]:
+        return [file for file in self.engine.files.values() if file.turn == turn_id and file.wanted]
 
     def used_slots(self) -> list[int]:
         return [self.segment(turn).slot for turn in self.segments()]
@@ -486,7 +609,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             waits = [self.turns[turn_id].priority for turn_id, phase in phases.items() if phase == "placed"]
             for turn_id in started:
                 segment = self.segment(self.turns[turn_id])
-                if waits and not segment.resident:
+                if waits and not segment.cached and self.policy.swap is None:
                     assert max(waits) <= self.turns[turn_id].priority, "a lesser turn was seated first"
 
     def fits_at_all(self, turn: ModelTurn) -> bool:
@@ -510,7 +633,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             elif turn.ran:
                 in_slot = [slot for slot, paused in engine.paused.items() if paused == turn.id]
                 assert in_slot == ([] if shown.slot is None else [shown.slot])
-                assert shown.tier is (Tier.RESIDENT if in_slot else Tier.DROPPED)
+                saved = any(file.written for file in self.files_of(turn.id))
+                below = Tier.SWAPPED if saved else Tier.DROPPED
+                assert shown.tier is (Tier.RESIDENT if in_slot else below)
             if shown.phase == "held":
                 assert turn.held
             if shown.phase in ("ready", "placed"):
@@ -525,6 +650,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         if policy.kv_budget_tokens is not None:
             assert view.kv_tokens_charged <= policy.kv_budget_tokens
             assert sum(engine.kv) <= policy.kv_budget_tokens
+        if policy.swap is not None:
+            assert view.swap.used_bytes <= policy.swap.budget_bytes
+            assert view.swap.files == sum(file.wanted for file in engine.files.values())
+        else:
+            assert not engine.files
         if engine.ready:
             self.check_nobody_waits_in_vain(phases)
 
@@ -570,13 +700,14 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def placed_turns_wait_for_something(self) -> None:
-        """Under split KV a placed turn waits only while every engine slot is busy."""
+        """Under split KV a placed turn waits only for slots that are busy, erased or saved."""
         if not self.log or self.policy.kv_budget_tokens is not None:
             return
         view = self.scheduler.view()
         for turn in view.owned:
             if turn.phase == "placed" and turn.priority == TOP:
-                assert all(slot.state == "busy" for slot in view.slots)
+                saves = any(slot.saving for slot in view.slots)
+                assert saves or all(slot.state in ("busy", "erasing") for slot in view.slots)
 
     # The end ---------------------------------------------------------------------------------------
 
@@ -586,6 +717,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.drain()
         for turn in self.turns.values():
             assert turn.ended == 1 or not self.fits_at_all(turn), f"{turn} did not end exactly once"
+        left = [file.turn for file in self.engine.files.values() if file.turn is not None]
+        assert all(self.turns[turn].where != "gone" for turn in left), "files of turns that are over"
         self.replay([(now, event) for now, event, _ in self.log], [list(cmds) for *_, cmds in self.log])
 
     def drain(self) -> None:
@@ -603,6 +736,9 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.in_flight()[0](True)
             elif self.segments():
                 self.ends(self.segments()[0], keep=True)
+            else:  # a restore waits for its time
+                self.now += 5.0
+                self.tell(Tick())
             assert len(self.log) > length, f"stuck: {self.before}, {self.scheduler.view()}"
         raise AssertionError("the scheduler does not come to rest")
 
@@ -625,7 +761,7 @@ TestSchedulerMachine.settings = settings(
 )
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(100))
 def test_long_walks(seed: int) -> None:
     """The same machine on longer, denser runs than Hypothesis makes; nothing shrinks them."""
     dice = random.Random(seed)
@@ -638,6 +774,8 @@ def test_long_walks(seed: int) -> None:
         min_run_s=dice.choice([0.0, 5.0]),
         max_preemptions=dice.choice([1, 50]),
         aging_s=dice.choice([0.0, 60.0]),
+        swap=dice.choice(SWAP_BUDGETS),
+        hybrid=dice.random() < 0.2,
         crowd=[(dice.choice(PRIORITIES[:-1]), dice.randint(1, 30), dice.randint(1, 30)) for _ in range(4)],
         ready=True,
     )

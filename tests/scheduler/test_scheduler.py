@@ -140,7 +140,7 @@ def test_a_preempted_turn_keeps_its_place_in_its_class() -> None:
     assert b.queue("fg", FOREGROUND) == [Claim("fg")]
     assert b.tell(Claimed("fg")) == [Pause("first", "fg"), Start("fg", 1)]
     assert b.tell(Paused("first", 12, resident=True)) == []
-    assert b.tell(Ended("fg", 5, resident=True)) == [Resume("first", 0, resident=True)]
+    assert b.tell(Ended("fg", 5, resident=True)) == [Resume("first", 0, Tier.RESIDENT)]
 
 
 def test_news_of_a_known_turn_changes_nothing() -> None:
@@ -192,7 +192,7 @@ def _not_preempted_too_often(b: Bench) -> str:
     b.run("v0", BATCH, slot=0, used=1)
     assert b.tell(HoldRequested("v0")) == [Pause("v0", None)]
     assert b.tell(Paused("v0", 1, resident=True)) == []
-    assert b.tell(ReleaseRequested("v0")) == [Resume("v0", 0, resident=True)]
+    assert b.tell(ReleaseRequested("v0")) == [Resume("v0", 0, Tier.RESIDENT)]
     b.run("v1", BATCH, slot=1, used=50)
     b.run("v2", BATCH, slot=2, used=60)
     return "v1"
@@ -277,7 +277,7 @@ def test_without_a_spare_slot_it_starts_upon_the_victims_pause() -> None:
     assert b.phases() == {"a": "pausing", "fg": "placed"}
     assert b.tell(Paused("a", 12, resident=True)) == [MarkDropped("a"), Start("fg", 0)]
     assert b.turn("a").tier is Tier.DROPPED
-    assert b.tell(Ended("fg", 7, resident=True)) == [Resume("a", 0, resident=False)]
+    assert b.tell(Ended("fg", 7, resident=True)) == [Resume("a", 0, Tier.DROPPED)]
 
 
 def test_a_victim_that_ends_by_itself_makes_room_too() -> None:
@@ -296,7 +296,7 @@ def test_a_resident_turn_resumes_in_its_own_slot() -> None:
     assert b.tell(Claimed("fg")) == [Pause("b", "fg"), Start("fg", 2)]
     assert b.tell(Paused("b", 12, resident=True)) == []
     assert (b.turn("b").tier, b.turn("b").slot) == (Tier.RESIDENT, 1)
-    assert b.tell(Ended("a", 5, resident=True)) == [Resume("b", 1, resident=True)]
+    assert b.tell(Ended("a", 5, resident=True)) == [Resume("b", 1, Tier.RESIDENT)]
     assert b.turn("b").tier is None
 
 
@@ -307,7 +307,7 @@ def test_a_turn_that_left_no_kv_resumes_anywhere() -> None:
     assert b.tell(Claimed("fg")) == [Pause("a", "fg"), Start("fg", 1)]
     assert b.tell(Paused("a", 12, resident=False)) == []
     assert b.turn("a").tier is Tier.DROPPED
-    assert b.tell(Ended("fg", 5, resident=True)) == [Resume("a", 0, resident=False)]
+    assert b.tell(Ended("fg", 5, resident=True)) == [Resume("a", 0, Tier.DROPPED)]
 
 
 def test_an_agents_own_idle_cache_is_preferred() -> None:
@@ -358,12 +358,12 @@ def test_paused_kv_of_higher_priority_is_not_touched_unless_held() -> None:
     b = bench(1, 1)
     b.run("fg", FOREGROUND, slot=0)
     assert b.queue("n", NORMAL) == []
-    assert b.tell(Paused("fg", 10, resident=True)) == [Resume("fg", 0, resident=True)]
+    assert b.tell(Paused("fg", 10, resident=True)) == [Resume("fg", 0, Tier.RESIDENT)]
     assert b.tell(HoldRequested("fg")) == [Pause("fg", None), Claim("n")]
     assert b.tell(Claimed("n")) == []
     assert b.tell(Paused("fg", 10, resident=True)) == [MarkDropped("fg"), Start("n", 0)]
     assert b.tell(ReleaseRequested("fg")) == [Pause("n", "fg")]
-    assert b.tell(Paused("n", 10, resident=True)) == [MarkDropped("n"), Resume("fg", 0, resident=False)]
+    assert b.tell(Paused("n", 10, resident=True)) == [MarkDropped("n"), Resume("fg", 0, Tier.DROPPED)]
 
 
 def test_the_most_important_placed_turn_takes_the_first_slot_that_comes_free() -> None:
@@ -422,7 +422,7 @@ def test_a_claim_in_flight_keeps_its_decode_slot_from_those_behind_it() -> None:
     assert b.tell(Paused("a", 10, resident=True)) == []
     assert b.tell(ReleaseRequested("a")) == []
     assert b.tell(Claimed("fg")) == [Start("fg", 1)]
-    assert b.tell(Ended("fg", 10, resident=True)) == [Resume("a", 0, resident=True)]
+    assert b.tell(Ended("fg", 10, resident=True)) == [Resume("a", 0, Tier.RESIDENT)]
 
 
 def test_a_claim_in_flight_does_not_hold_up_a_more_important_one() -> None:
@@ -511,7 +511,7 @@ def test_cancel_placed_gives_its_decode_slot_back() -> None:
     b.queue("fg", FOREGROUND)
     assert b.tell(Claimed("fg")) == [Pause("a", "fg")]
     assert b.tell(CancelRequested("fg")) == [Discard("fg")]
-    assert b.tell(Paused("a", 12, resident=True)) == [Resume("a", 0, resident=True)]
+    assert b.tell(Paused("a", 12, resident=True)) == [Resume("a", 0, Tier.RESIDENT)]
 
 
 def test_cancel_running() -> None:
@@ -556,7 +556,7 @@ def test_hold_and_release_of_a_running_turn() -> None:
     assert b.tell(Claimed("b")) == [Start("b", 1)]
     assert b.tell(Paused("a", 12, resident=True)) == []
     assert b.tell(ReleaseRequested("a")) == []
-    assert b.tell(Ended("b", 3, resident=True)) == [Resume("a", 0, resident=True)]
+    assert b.tell(Ended("b", 3, resident=True)) == [Resume("a", 0, Tier.RESIDENT)]
 
 
 def test_release_before_the_pause_is_done() -> None:
@@ -564,7 +564,7 @@ def test_release_before_the_pause_is_done() -> None:
     b.run("a", NORMAL, slot=0)
     assert b.tell(HoldRequested("a")) == [Pause("a", None)]
     assert b.tell(ReleaseRequested("a")) == []
-    assert b.tell(Paused("a", 12, resident=True)) == [Resume("a", 0, resident=True)]
+    assert b.tell(Paused("a", 12, resident=True)) == [Resume("a", 0, Tier.RESIDENT)]
 
 
 def test_hold_while_claiming() -> None:
@@ -585,7 +585,7 @@ def test_hold_of_a_ready_and_of_a_placed_turn() -> None:
     assert b.phases() == {"a": "pausing", "fg": "held"}
     assert b.tell(HoldRequested("a")) == []
     assert b.tell(Paused("a", 12, resident=True)) == []
-    assert b.tell(ReleaseRequested("a")) == [Resume("a", 0, resident=True)]
+    assert b.tell(ReleaseRequested("a")) == [Resume("a", 0, Tier.RESIDENT)]
     assert b.tell(ReleaseRequested("fg")) == [Pause("a", "fg")]
 
 
@@ -628,8 +628,8 @@ def test_engine_lost_and_ready_again() -> None:
     assert b.tell(Paused("b", 20, resident=False)) == []
     assert b.tell(Ended("fg", 0, resident=False)) == []
     assert b.tell(EngineLost()) == []
-    assert b.tell(EngineReady()) == [Start("g", 0), Resume("a", 1, resident=False)]
-    assert b.tell(Ended("g", 5, resident=False)) == [Resume("b", 0, resident=False)]
+    assert b.tell(EngineReady()) == [Start("g", 0), Resume("a", 1, Tier.DROPPED)]
+    assert b.tell(Ended("g", 5, resident=False)) == [Resume("b", 0, Tier.DROPPED)]
 
 
 def test_a_placed_turn_waits_again_when_the_engine_is_lost() -> None:
@@ -649,7 +649,7 @@ def test_kv_that_a_lost_engine_is_said_to_hold_is_not_believed() -> None:
     b.run("a", BATCH, slot=0)
     assert b.tell(EngineLost()) == []
     assert b.tell(Paused("a", 12, resident=True)) == [MarkDropped("a")]
-    assert b.tell(EngineReady()) == [Resume("a", 0, resident=False)]
+    assert b.tell(EngineReady()) == [Resume("a", 0, Tier.DROPPED)]
 
 
 def test_idle_cache_is_gone_with_the_engine() -> None:
@@ -664,7 +664,7 @@ def test_recovered_turns_are_recomputed() -> None:
     b = Bench(Policy(1, 2), ready=False)
     assert b.tell(Recovered("r", "ann", NORMAL, 1, 100)) == []
     assert b.turn("r").tier is Tier.DROPPED
-    assert b.tell(EngineReady()) == [Resume("r", 0, resident=False)]
+    assert b.tell(EngineReady()) == [Resume("r", 0, Tier.DROPPED)]
 
 
 def test_recovered_takes_over_a_turn_that_was_thought_to_wait() -> None:
@@ -673,7 +673,7 @@ def test_recovered_takes_over_a_turn_that_was_thought_to_wait() -> None:
     b.queue("r", NORMAL)
     assert b.tell(Recovered("r", "r", FOREGROUND, 2, 100)) == [
         Pause("a", "r"),
-        Resume("r", 1, resident=False),
+        Resume("r", 1, Tier.DROPPED),
     ]
     assert b.scheduler.view().waiting == 0
 
@@ -782,7 +782,7 @@ def test_unified_a_turn_about_to_resume_keeps_its_kv() -> None:
     assert b.tell(ReleaseRequested("n")) == [Erase(0)]
     assert b.queue("fg", FOREGROUND, kv=60) == [Claim("fg")]
     assert b.tell(Claimed("fg")) == []
-    assert b.tell(Erased(0)) == [Start("fg", 0), Resume("n", 1, resident=True)]
+    assert b.tell(Erased(0)) == [Start("fg", 0), Resume("n", 1, Tier.RESIDENT)]
 
 
 def test_unified_a_turn_larger_than_the_pool_is_left_to_others() -> None:
@@ -941,10 +941,11 @@ def test_the_story_tells_of_events_and_commands() -> None:
     b.tell(Claimed("fg"))
     assert b.scheduler.story("a") == [
         "0.000 TurnQueued(turn='a', agent='a', priority=0, seq=1, kv_tokens=100) -> Claim(turn='a')",
-        "0.000 Claimed(turn='a') -> Start(turn='a', slot=0)",
-        "0.000 Started(turn='a', kv_tokens=10) -> nothing",
+        "0.000 Claimed(turn='a', max_tokens=0) -> Start(turn='a', slot=0, source=None)",
+        "0.000 Started(turn='a', kv_tokens=10, cached_tokens=None) -> nothing",
         "0.000 Progressed(turn='a', kv_tokens=15) -> nothing",
-        "1.500 Claimed(turn='fg') -> Pause(turn='a', by='fg'), Start(turn='fg', slot=1)",
+        "1.500 Claimed(turn='fg', max_tokens=0) -> Pause(turn='a', by='fg'), "
+        "Start(turn='fg', slot=1, source=None)",
     ]
 
 

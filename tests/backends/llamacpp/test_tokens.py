@@ -9,6 +9,7 @@ from typing import Any
 import anyio
 import pytest
 
+from backends.kv_shape import KvShape
 from backends.protocol import Cut, EngineInfo, EngineRefused, Finished, ReplySoFar
 from backends.simulated import SimulatedConfig, TimingProfile
 from tests.backends.llamacpp.harness import STEP, WAYS, Recorder, chat, finish, rig
@@ -393,10 +394,10 @@ async def test_a_sampled_turn_is_still_whole() -> None:
 
 
 async def test_what_the_engine_is() -> None:
-    async with rig(config("parking", n_slots=3, n_ctx=3000), kv_bytes_per_token=9, model="m") as r:
+    async with rig(config("parking", n_slots=3, n_ctx=3000), kv=KvShape(9), model="m") as r:
         info: EngineInfo = await r.backend.describe()
         assert (info.model, info.engine_slots, info.slot_context) == ("m", 3, 1000)
-        assert (info.kv_budget_tokens, info.kv_bytes_per_token, info.batch_tokens) == (3000, 9, 64)
+        assert (info.kv_budget_tokens, info.kv, info.batch_tokens) == (3000, KvShape(9), 64)
         assert info.native_park
         assert await r.backend.healthy()
         assert await r.backend.count_tokens("completion", {"prompt": [1, 2, 3]}) == 3

@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import anyio
 import httpx
 import pytest
 
-from backends.managed import EngineSettings, ManagedEngine, ManagedEngineError
+from backends.managed import EngineSettings, ManagedEngine, ManagedEngineError, save_folder
 from backends.managed import settings as settings_module
 from backends.managed.settings import EngineSettingsError, llama_server_command, model_path
 
@@ -178,6 +179,43 @@ async def test_the_engine_dies_with_its_service(tmp_path: Path, owner: "list[sub
 
 @pytest.mark.engine
 @needs_engine
+async def test_quantised_kv_makes_smaller_files(tmp_path: Path) -> None:
+    """The model has 11,520 elements of KV a token; a file adds 16 bytes to each."""
+    per_token = {}
+    for kind in ("f16", "q8_0"):
+        settings = replace(SMALL, cache_type_k=kind, cache_type_v=kind)
+        async with (
+            ManagedEngine(settings, tmp_path) as engine,
+            httpx.AsyncClient(base_url=engine.url, trust_env=False, timeout=30) as client,
+        ):
+            saved = []
+            for words in (10, 110):
+                body = {"prompt": "one two " * words, "n_predict": 1, "id_slot": 0}
+                assert (await client.post("/completion", json=body)).status_code == 200
+                reply = await client.post("/slots/0?action=save", json={"filename": "turn.kv"})
+                saved.append((reply.json()["n_saved"], reply.json()["n_written"]))
+        (few, small), (many, large) = saved
+        per_token[kind] = (large - small) / (many - few)
+    assert per_token == {"f16": 11_520 * 2 + 16, "q8_0": 11_520 * 34 / 32 + 16}
+
+
+@pytest.mark.engine
+@needs_engine
+async def test_the_engine_keeps_no_copies_of_its_own(tmp_path: Path) -> None:
+    """With --cache-ram it would bring an overwritten slot's KV back by itself, out of our sight."""
+    async with (
+        ManagedEngine(replace(SMALL, engine_slots=1), tmp_path) as engine,
+        httpx.AsyncClient(base_url=engine.url, trust_env=False, timeout=30) as client,
+    ):
+        cached = []
+        for prompt in ("one two " * 100, "three four " * 100, "one two " * 100):
+            reply = await client.post("/completion", json={"prompt": prompt, "n_predict": 1, "id_slot": 0})
+            cached.append(reply.json()["timings"]["cache_n"])
+    assert max(cached) <= 1
+
+
+@pytest.mark.engine
+@needs_engine
 async def test_a_file_that_is_no_model_fails_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "bad.gguf").write_text("no model")
     settings = replace(SMALL, model=str(tmp_path / "bad.gguf"))
@@ -212,7 +250,8 @@ async def test_a_users_command_gets_the_options_it_lacks(tmp_path: Path, fake: s
         assert recorded(tmp_path) == [
             *("-m", "own.gguf", "-c", "4096"),
             *("--host", "127.0.0.1", "--port", port, "-np", "2", "-b", "64", "-ub", "64"),
-            *("--no-kv-unified", "--no-cache-idle-slots", "--slot-save-path", f"{engine.save_path}/"),
+            *("--no-kv-unified", "--no-cache-idle-slots", "--cache-ram", "0"),
+            *("--slot-save-path", f"{engine.save_path}/"),
             *("--slots", "--metrics", "-t", "1"),
         ]
 
@@ -224,6 +263,7 @@ async def test_a_users_command_gets_the_options_it_lacks(tmp_path: Path, fake: s
         (["--ctx-size=4096"], "-c"),
         (["-kvu"], "--no-kv-unified"),
         (["--cache-idle-slots"], "--no-cache-idle-slots"),
+        (["-cram", "4096"], "--cache-ram"),
         (["--no-slots"], "--slots"),
         (["--slot-save-path", "/kv"], "--slot-save-path"),
         (["--hf-repo", "some/model"], "-m"),
@@ -235,6 +275,25 @@ def test_an_option_the_user_gave_stays_in_any_spelling(fake: str, given: list[st
     line, _, _ = llama_server_command(settings, 9000, Path("/saved"))
     assert line[1 : 1 + len(given)] == given
     assert absent not in line[1 + len(given) :]
+
+
+@pytest.mark.parametrize(
+    ("types", "given", "added"),
+    [
+        ({}, [], []),
+        ({"cache_type_k": "q8_0"}, [], ["-ctk", "q8_0"]),
+        ({"cache_type_v": "bf16"}, [], ["-ctv", "bf16"]),
+        ({"cache_type_v": "q4_0"}, [], ["-ctv", "q4_0", "-fa", "on"]),
+        ({"cache_type_v": "q4_0"}, ["--flash-attn", "auto"], ["-ctv", "q4_0"]),
+        ({"cache_type_k": "q8_0"}, ["--cache-type-k", "f32"], []),
+    ],
+)
+def test_a_quantised_v_cache_brings_flash_attention_along(
+    fake: str, types: dict[str, Any], given: list[str], added: list[str]
+) -> None:
+    settings = replace(SMALL, model="", command=(fake, *given), threads=None, **types)
+    line, _, _ = llama_server_command(settings, 9000, Path("/saved"))
+    assert line[line.index("--metrics") + 1 :] == added
 
 
 def test_the_users_own_address_is_the_one_used(fake: str) -> None:
@@ -309,6 +368,30 @@ async def test_the_users_save_folder_is_kept(tmp_path: Path, fake: str) -> None:
     assert (tmp_path / "kv").is_dir()
 
 
+async def test_what_killed_services_left_is_removed_by_the_next_start(
+    tmp_path: Path, fake: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when it has taken the room in memory, so that the next folder is made elsewhere."""
+    shm = tmp_path / "shm"
+    shm.mkdir()
+    monkeypatch.setattr(save_folder, "SHM", shm)
+    monkeypatch.setattr(save_folder, "SHM_MIN_FREE_BYTES", 1 << 62)
+    async with await anyio.open_process([sys.executable, "-c", ""]) as dead:
+        await dead.wait()
+    mine, others = f"swarm-kv-{os.getuid()}", f"swarm-kv-{os.getuid() + 1}"
+    left = [folder / f"{mine}-{dead.pid}-x1" for folder in (shm, tmp_path)]
+    kept = [shm / f"{mine}-{os.getppid()}-x2", shm / f"{others}-{dead.pid}-x3", shm / f"{mine}-notes"]
+    for folder in (*left, *kept):
+        folder.mkdir()
+        (folder / "swarm-local-t1.kv").touch()
+    async with ManagedEngine(with_command(fake), tmp_path) as engine:
+        assert engine.save_path.parent == tmp_path
+        assert engine.save_path.name.startswith(f"{mine}-{os.getpid()}-")
+        assert stat.S_IMODE(engine.save_path.stat().st_mode) == 0o700
+        assert not any(folder.exists() for folder in left)
+        assert all((folder / "swarm-local-t1.kv").exists() for folder in kept)
+
+
 async def test_the_log_of_the_run_before_is_kept(tmp_path: Path, fake: str) -> None:
     async with ManagedEngine(with_command(fake), tmp_path) as engine:
         engine.log_path.write_text("the run that crashed\n")
@@ -335,6 +418,8 @@ async def test_a_cancelled_service_still_stops_its_engine(tmp_path: Path, fake: 
         ("threads", 0),
         ("nice", 20),
         ("command", ()),
+        ("cache_type_k", "q3_0"),
+        ("cache_type_v", "F16"),
     ],
 )
 def test_settings_that_cannot_work_name_the_field(field: str, value: object) -> None:

@@ -177,7 +177,8 @@ async def test_slots_show_the_state_of_a_running_request() -> None:
             slot = (await client.http.get("/slots")).json()[0]
             tasks.cancel_scope.cancel()
         assert slot["is_processing"] is True
-        assert slot["n_prompt_tokens"] == slot["n_prompt_tokens_processed"] == len(encode("word " * 10))
+        assert slot["n_prompt_tokens_processed"] == len(encode("word " * 10))
+        assert slot["n_prompt_tokens"] > slot["n_prompt_tokens_processed"], "it counts what is in the slot"
         assert slot["n_prompt_tokens_cache"] == 0
         assert slot["next_token"][0]["n_decoded"] + slot["next_token"][0]["n_remain"] == 900
         assert "is_preempted" not in slot
