@@ -54,7 +54,7 @@ class LlamaGeneration(Generation):
         self._asked: anyio.Event | None = None
         self._parked: Stream | None = None
         self._parked_by_server = False
-        self._started = False
+        self._requested = self._started = False
         self._slot = self._kv_slot = -1
         self.prompt_tokens = 0
         self.n_done = 0
@@ -90,7 +90,7 @@ class LlamaGeneration(Generation):
     async def run(self, slot: int, sink: Sink) -> Finished | Cut:
         if self._parked is not None and slot != self._kv_slot:
             await self.discard()
-        self._started = self._silent = False
+        self._requested = self._started = self._silent = False
         self._sink = sink
         self._slot = slot
         self._done_before = self.n_done
@@ -117,6 +117,10 @@ class LlamaGeneration(Generation):
         self._preempted_at = time.monotonic()
         if self._asked is not None and not self._parked_by_server:
             self._asked.set()
+        elif self._tasks is not None and self._requested and not self._started:
+            # The server begins a request that is on its way to it although nobody listens any more, and
+            # notices that only after its first batch: who closed earlier would not know what is in the slot.
+            self._tasks.start_soon(self._close_unstarted)
         elif self._tasks is not None:
             self._tasks.cancel_scope.cancel()
 
@@ -168,12 +172,19 @@ class LlamaGeneration(Generation):
         if stream is None:
             if self._backend.piece_tokens:
                 await self._prefill(slot, self._backend.piece_tokens)
-            stream = Stream(await self._backend.open_stream(*await self._request(slot)))
+            path, body = await self._request(slot)
+            self._requested = True
+            stream = Stream(await self._backend.open_stream(path, body))
         try:
             return await self._consume(stream)
         finally:
             if stream is not self._parked:
                 await stream.close()
+
+    async def _close_unstarted(self) -> None:
+        await anyio.sleep(UNSTARTED_BOUND_S)
+        if self._tasks is not None:
+            self._tasks.cancel_scope.cancel()
 
     async def _unparked(self, slot: int) -> Stream | None:
         """The stream of the parked turn, which goes on now; None when there is none (any more)."""
@@ -232,6 +243,7 @@ class LlamaGeneration(Generation):
                 "return_progress": True,
                 "response_fields": ["stop"],
             }
+            self._requested = True
             stream = Stream(await self._backend.open_stream("/completion", body))
             try:
                 async for event in stream.flat():
@@ -324,6 +336,8 @@ class LlamaGeneration(Generation):
             if not self.prompt_tokens:
                 self.prompt_tokens = prompt_tokens - self.n_done
             self._sink.started(prompt_tokens, cached)
+            if self._cut and self._asked is None and self._tasks is not None:
+                self._tasks.cancel_scope.cancel()
 
     @staticmethod
     def _raise_on_error(event: dict[str, Any]) -> None:

@@ -320,6 +320,12 @@ class Memory:
             if victim.copy is not None:
                 self._erase(victim, commands)
 
+    def erase_leftovers(self, commands: list[Command]) -> None:
+        """Free nobody's cells, which are charged all the same, before somebody needs the room."""
+        for slot in self.slots.slots:
+            if slot.state is SlotState.IDLE and slot.agent is None:
+                self._erase(slot, commands)
+
     def collect_rent(self, commands: list[Command], now: float) -> None:
         """Swap what has been parked for so long that it would have been cheaper to swap it at once.
 

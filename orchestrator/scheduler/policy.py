@@ -4,8 +4,10 @@
 2. Among those, the lowest priority goes first.
 3. Then turns that were not preempted too often, then those that have had their minimum run.
    Neither keeps a more important turn waiting: they only decide who yields.
-4. Then the one that loses least: the fewest KV tokens, should its KV have to be dropped.
-5. Then the one that started last, then the turn's id, so that the choice is deterministic.
+4. Then those that decode: one that the engine has not picked up yet would lose the wait for it, and it is
+   always the one with the least KV.
+5. Then the one that loses least: the fewest KV tokens, should its KV have to be dropped.
+6. Then the one that started last, then the turn's id, so that the choice is deterministic.
 """
 
 from __future__ import annotations

@@ -159,6 +159,7 @@ class Scheduler:
             case Started(turn_id, kv_tokens, cached_tokens):
                 turn = self._expect(event, turn_id, *ON_ENGINE)
                 self._seat(turn)
+                turn.picked_up = True
                 if self._ready:
                     self._memory.started(turn, kv_tokens, cached_tokens, commands)
                 self._grown.pop(turn_id, None)
@@ -208,8 +209,8 @@ class Scheduler:
                 pass
             if self._placed:
                 self._seat_placed(commands, now)
-            if self._memory.swap.policy is not None and isinstance(event, _FREEING):
-                self._clean_ahead(commands, now)
+            if isinstance(event, _FREEING):
+                self._look_ahead(commands, now)
         self.journal.append((now, event, tuple(commands)))
         return commands
 
@@ -307,7 +308,12 @@ class Scheduler:
             step_s, len(running), sum(turn.kv_tokens for turn in running), max(0, parked)
         )
 
-    def _clean_ahead(self, commands: list[Command], now: float) -> None:
+    def _look_ahead(self, commands: list[Command], now: float) -> None:
+        """Make room that nobody needs yet; who comes right now overwrites what would be erased."""
+        if self._slots.budget is not None and not self._placed and not self._claiming:
+            self._memory.erase_leftovers(commands)
+        if self._memory.swap.policy is None:
+            return
         if max(self._classes, default=0) < self._memory.top_priority:
             self._memory.clean_ahead(commands, now)
 
@@ -445,6 +451,7 @@ class Scheduler:
         tier = self._memory.occupy(turn, slot, commands, stalls)
         turn.phase = Phase.RUNNING
         turn.started_at = now
+        turn.picked_up = False
         del self._placed[turn.id]
         source = turn.source.key if turn.source is not None else None
         if turn.ran:
@@ -513,18 +520,19 @@ class Scheduler:
         return chosen
 
     def _by_loss(self, turns: list[Turn], now: float) -> list[Turn]:
-        """In the order of `policy.py`, rules 2 to 5; a PLACED turn loses nothing."""
+        """In the order of `policy.py`, rules 2 to 6; a PLACED turn loses nothing."""
         self._note_growth()
         policy = self.policy
 
-        def loss(turn: Turn) -> tuple[int, bool, bool, bool, int, float, str]:
+        def loss(turn: Turn) -> tuple[int, bool, bool, bool, bool, int, float, str]:
             if turn.phase is Phase.PLACED:
-                return turn.priority, False, False, False, 0, -turn.seq, turn.id
+                return turn.priority, False, False, False, False, 0, -turn.seq, turn.id
             return (
                 turn.priority,
                 True,
                 turn.preemptions >= policy.max_preemptions,
                 now - turn.started_at < policy.min_run_s,
+                not turn.picked_up,
                 turn.kv_tokens,
                 -turn.started_at,
                 turn.id,

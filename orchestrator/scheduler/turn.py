@@ -56,6 +56,8 @@ class Turn:
     started_at: float = 0.0
     paused_at: float = 0.0
     placed_at: float = 0.0
+    picked_up: bool = False
+    """Whether the engine has its present segment's prompt."""
     preemptions: int = 0
     cancelled: bool = False
     hold: bool = False

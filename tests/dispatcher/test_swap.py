@@ -25,7 +25,13 @@ SLOW_PREFILL = TimingProfile(base_step_s=0.002, prefill_tokens_per_s=2_000)
 
 @asynccontextmanager
 async def one_spare(
-    redis: Redis, url: str, folder: Path, *, engine_slots: int = 2, **options: Any
+    redis: Redis,
+    url: str,
+    folder: Path,
+    *,
+    engine_slots: int = 2,
+    resume_reprefills: bool = False,
+    **options: Any,
 ) -> AsyncIterator[tuple[Swarm, Dispatcher]]:
     """One decode slot, and so few engine slots that paused KV is soon in the way."""
     async with swarm(
@@ -35,6 +41,7 @@ async def one_spare(
         slot_save_path=folder,
         kv_bytes_per_token=1000,
         profile=SLOW_PREFILL,
+        resume_reprefills=resume_reprefills,
     ) as s:
         backend = s.backend(save_path=folder, kv=KvShape(1000), swap_tag="b")
         dispatcher = s.dispatcher(backend=backend, decode_slots=1, **{"swap_budget": 1 << 30, **options})
@@ -201,3 +208,24 @@ async def test_files_are_kept_while_the_engine_is_away(redis: Redis, valkey_url:
         await until(lambda: dispatcher.healthy)
         await all_done(s, c=c, b=b, a=a)
         assert "restored" in await s.events(a)
+
+
+async def test_an_engine_that_evaluates_everything_again_is_found_out(
+    redis: Redis, valkey_url: str, tmp_path: Path
+) -> None:
+    """Neither its slots nor its files are of use to a resume: after two tries of each, neither is kept."""
+    async with one_spare(redis, valkey_url, tmp_path, resume_reprefills=True) as (s, dispatcher):
+        low = await s.submit("low" + LONG.replace("150", "400"), BATCH, 500, agent="low")
+        for number in range(4):
+            await s.until_tokens(low, 20 * (number + 1))
+            high = await s.submit(f"h{number} [len=40]", NORMAL, agent="high")
+            await s.until_end(high)
+        await s.until_tokens(low, 100)
+        view = dispatcher._scheduler.view()
+        assert view.costs.resident_reevaluated == 1.0
+        lines = await s.broker.timeline("p", low)
+        tiers = [line["tier"] for line in lines if line["event"] == "resumed"]
+        assert tiers[:2] == ["resident", "resident"]
+        assert "swapped" in tiers[2:], "the next tier is tried: nobody knows yet that it is no better"
+        await s.until_end(low)
+        await s.check_done(low, "low" + LONG.replace("150", "400"), 500)

@@ -476,7 +476,8 @@ def test_under_a_shared_budget_room_is_made_ahead_as_well() -> None:
     assert b.claimed("f1", FOREGROUND, kv=550) == [Pause("a", "f1"), Start("f1", 1)]
     assert b.tell(Started("f1", 60)) == []
     assert b.pause("a", 350) == []
-    assert b.vanish("f1") == [Resume("a", 0, Tier.RESIDENT)]
+    assert b.vanish("f1") == [Resume("a", 0, Tier.RESIDENT), Erase(1)]
+    assert b.tell(Erased(1)) == []
     assert b.claimed("n", NORMAL, kv=390) == [Pause("a", "n"), Start("n", 1)]
     assert b.tell(Started("n", 60)) == []
     assert b.pause("a", 350) == [Save(0, "kv-1", "a")]
@@ -541,7 +542,7 @@ def test_parked_kv_that_has_cost_its_swap_is_swapped() -> None:
     assert b.saved(0, "kv-1", 2000) == [MarkSwapped("long", "kv-1"), Erase(0)]
     assert b.tell(Erased(0)) == []
     assert b.turn("long").tier is Tier.SWAPPED
-    assert b.vanish("n") == [Resume("long", 0, Tier.SWAPPED, "kv-1")]
+    assert b.vanish("n") == [Resume("long", 0, Tier.SWAPPED, "kv-1"), Erase(1)]
 
 
 def test_parked_kv_that_costs_nothing_stays() -> None:
@@ -555,7 +556,7 @@ def test_a_turn_that_gets_its_place_while_its_rent_is_collected_goes_on_in_its_s
     b = taxed(NORMAL)
     assert b.at(0.20) == [Save(0, "kv-1", "long")]
     assert b.vanish("n") == []
-    assert b.saved(0, "kv-1", 2000) == [Forget("kv-1"), Resume("long", 0, Tier.RESIDENT)]
+    assert b.saved(0, "kv-1", 2000) == [Forget("kv-1"), Resume("long", 0, Tier.RESIDENT), Erase(1)]
     assert b.tell(Started("long", 2000, 1999)) == []
     assert b.end("long", 2100)[-1:] != [Erase(0)], "what was to be given up then is forgotten"
 
@@ -564,7 +565,7 @@ def test_rent_is_not_collected_while_the_foreground_decodes() -> None:
     b = taxed(FOREGROUND)
     for now in (0.2, 10.0, 100.0):
         assert b.at(now) == []
-    assert b.vanish("n") == [Resume("long", 0, Tier.RESIDENT)]
+    assert b.vanish("n") == [Resume("long", 0, Tier.RESIDENT), Erase(1)]
     assert b.swap.saves == 1, "the one that was measured elsewhere"
 
 

@@ -764,11 +764,12 @@ def test_unified_a_slot_is_charged_with_what_it_held_until_the_newcomer_is_picke
 def test_unified_a_turn_that_leaves_nothing_of_worth_may_leave_cells_behind() -> None:
     b = bench(2, 3, budget=150)
     b.run("a", NORMAL, slot=0)
-    assert b.tell(Ended("a", 0, resident=False)) == []
+    assert b.tell(Ended("a", 0, resident=False)) == [Erase(0)]
     assert b.scheduler.view().kv_tokens_charged == 100
-    b.run("b", NORMAL, slot=0, kv=40)
+    b.run("b", NORMAL, slot=1, kv=40)
     assert b.queue("c", NORMAL, kv=100) == [Claim("c")]
-    assert b.tell(Claimed("c")) == [Start("c", 1)]
+    assert b.tell(Claimed("c")) == []
+    assert b.tell(Erased(0)) == [Start("c", 0)]
 
 
 def test_unified_a_turn_about_to_resume_keeps_its_kv() -> None:
@@ -904,6 +905,7 @@ def every_phase() -> Bench:
     b.run("low", BATCH, slot=3, used=50)
     assert b.queue("pausing", BATCH) == [Claim("pausing")]
     assert b.tell(Claimed("pausing")) == [MarkDropped("held"), Start("pausing", 0)]
+    assert b.tell(Started("pausing", 10)) == []
     assert b.queue("placed", FOREGROUND) == [Claim("placed")]
     assert b.tell(Claimed("placed")) == [Pause("pausing", "placed")]
     assert b.queue("claiming", FOREGROUND) == [Claim("claiming")]

@@ -174,7 +174,7 @@ async def test_a_cut_before_the_start_does_not_count_what_another_turn_left(tmp_
         await r.whole(KINDS["tokens"]("Something else"))
         generation, sink = r.generation(KINDS["tokens"]("Tell me more"))
         async with anyio.create_task_group() as tasks:
-            other, others = r.generation(chat("Long [len=150]"))
+            other, others = r.generation(chat("Long [len=3000]"), 3000)
             running = anyio.Event()
             others.on_started = running.set
             tasks.start_soon(other.run, 0, others)
@@ -184,6 +184,7 @@ async def test_a_cut_before_the_start_does_not_count_what_another_turn_left(tmp_
                 cut = await generation.run(0, sink)
                 assert isinstance(cut, Cut)
                 assert (cut.kv_tokens, sink.starts) == (0, [])
+                tasks.cancel_scope.cancel()
 
             tasks.start_soon(queued)
             while r.engine.stats().queued != 1:  # noqa: ASYNC110
