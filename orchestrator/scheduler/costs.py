@@ -22,6 +22,8 @@ MIN_SAMPLES = 50
 #: A resume that finds less than this of its KV did not work as a resume.
 WORKS_FROM = 0.1
 FAILURES_TO_DEMOTE = 2
+#: Tokens that any resume evaluates again: the last one, and one that its reader never got.
+ALWAYS_AGAIN = 2
 #: A tier that did not work is tried again once it was passed over so often; twice as often each time.
 PASSES_BEFORE_RETRY, MOST_PASSES = 16, 256
 #: How much of what is parked has to have varied by itself, before its price can be told from a step's own.
@@ -97,7 +99,7 @@ class Costs:
         lost = 1.0 - min(cached, held) / held
         before = self._lost[tier]
         self._lost[tier] = lost if before is None else before + SMOOTHING * (lost - before)
-        if cached < WORKS_FROM * held:
+        if cached < WORKS_FROM * held and held - cached > ALWAYS_AGAIN:
             self._failed[tier] += 1
         else:
             self._failed[tier] = 0

@@ -316,3 +316,11 @@ def test_no_rent_without_a_tax_or_a_price() -> None:
     assert not unpriced.rent_due(10_000, 1e9), "the way back has no price yet"
     unpriced.restored(1000, 0.005)
     assert unpriced.rent_due(10_000, 1e9)
+
+
+def test_a_resume_of_next_to_nothing_says_nothing_of_its_tier() -> None:
+    costs = Costs()
+    for _ in range(5):
+        costs.resumed(Tier.RESIDENT, held=1, cached=0)
+        costs.resumed(Tier.RESIDENT, held=2, cached=0)
+    assert costs.works(Tier.RESIDENT)
