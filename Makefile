@@ -10,7 +10,7 @@ CONFIG ?= config.yaml
 BIN     := $(VENV)/bin
 PINNED  := constraints.txt
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(PINNED)
-BENCHES := scheduler broker overhead resume wait
+BENCHES := scheduler broker overhead resume reuse wait pressure truth
 
 .PHONY: demo test bench clean
 

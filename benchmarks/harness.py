@@ -24,7 +24,7 @@ import anyio.to_thread
 import httpx
 import yaml
 
-from backends.managed import EngineSettings, ManagedEngine
+from backends.managed import EngineSettings, KvLayout, ManagedEngine
 
 MODEL = "smollm2-135m"
 START_BOUND_S = 120.0
@@ -34,6 +34,7 @@ _TAIL_BYTES = 4096
 _ROOT = Path(__file__).resolve().parent.parent
 _Arguments = TypeVarTuple("_Arguments")
 _Found = TypeVar("_Found")
+_STOCK_ENGINE = Path(__file__).with_name("stock_engine.py")
 _ADDRESS = re.compile(r"http://[\w.\[\]:-]+:\d+")
 
 
@@ -85,6 +86,7 @@ class EngineShape:
     """How the real engine of a bench runs: the same numbers for a bare engine and for the service's.
 
     `slot_context` tokens hold one turn's prompt and reply; the engine rounds it up to a multiple of 256.
+    `pool_tokens` is what all slots of a unified layout share; None: as if each had its own.
     """
 
     decode_slots: int = 8
@@ -94,18 +96,37 @@ class EngineShape:
     threads: int | None = None
     nice: int = 0
     model: str = MODEL
+    kv_layout: KvLayout = "split"
+    pool_tokens: int | None = None
 
-    def settings(self, engine_slots: int | None = None) -> EngineSettings:
-        """For an engine of its own, with another number of slots if given."""
+    def context(self, slots: int) -> int:
+        """Tokens over all of so many slots."""
+        return self.pool_tokens or slots * self.slot_context
+
+    def settings(
+        self, engine_slots: int | None = None, *, stock_cache_mib: int | None = None
+    ) -> EngineSettings:
+        """For an engine of its own, with another number of slots if given.
+
+        `stock_cache_mib`: run it with llama-server's own choices about idle KV and a host-memory cache of
+        that size (`--cache-ram`), instead of leaving KV to the service.
+        """
         slots = engine_slots or self.engine_slots
+        command: tuple[str, ...] | None = None
+        if stock_cache_mib is not None:
+            options = ("--cache-ram", str(stock_cache_mib), "--cache-idle-slots")
+            command = (sys.executable, "-P", str(_STOCK_ENGINE), *options)
         return EngineSettings(
             model=self.model,
             decode_slots=min(self.decode_slots, slots),
             engine_slots=slots,
-            context=slots * self.slot_context,
+            context=self.context(slots),
+            kv_layout=self.kv_layout,
             batch_tokens=self.batch_tokens,
-            threads=self.threads,
+            # A command of the user's chooses for itself.
+            threads=self.threads or (max(1, (os.cpu_count() or 1) - 1) if command else None),
             nice=self.nice,
+            command=command,
         )
 
     def managed(self) -> dict[str, Any]:
@@ -114,19 +135,64 @@ class EngineShape:
             "model": self.model,
             "decode_slots": self.decode_slots,
             "engine_slots": self.engine_slots,
-            "context": self.engine_slots * self.slot_context,
+            "context": self.context(self.engine_slots),
+            "kv_layout": self.kv_layout,
             "batch_tokens": self.batch_tokens,
             "nice": self.nice,
         }
         return managed if self.threads is None else managed | {"threads": self.threads}
 
+    def external(self, engine: ManagedEngine) -> dict[str, Any]:
+        """A backend of the service's configuration for an engine that the bench runs and also talks to."""
+        return {
+            "name": "bench",
+            "kind": "llama.cpp",
+            "url": engine.url,
+            "save_path": str(engine.save_path),
+            "decode_slots": self.decode_slots,
+            "kv_layout": self.kv_layout,
+            "batch_tokens": self.batch_tokens,
+        }
+
 
 @asynccontextmanager
-async def real_engine(shape: EngineShape, engine_slots: int | None = None) -> AsyncIterator[ManagedEngine]:
+async def real_engine(
+    shape: EngineShape, engine_slots: int | None = None, *, stock_cache_mib: int | None = None
+) -> AsyncIterator[ManagedEngine]:
     """The bare llama.cpp server with nothing in front of it. Raises ManagedEngineError."""
+    settings = shape.settings(engine_slots, stock_cache_mib=stock_cache_mib)
     with tempfile.TemporaryDirectory(prefix="swarm-bench-") as folder:
-        async with ManagedEngine(shape.settings(engine_slots), Path(folder), name="bench") as engine:
+        async with ManagedEngine(settings, Path(folder), name="bench") as engine:
             yield engine
+
+
+def json_client(url: str) -> httpx.AsyncClient:
+    """For `ask`. Connections are not kept: llama.cpp closes them without a word after a while."""
+    return httpx.AsyncClient(
+        base_url=url, trust_env=False, timeout=httpx.Timeout(300.0), headers={"Connection": "close"}
+    )
+
+
+async def ask(
+    client: httpx.AsyncClient, method: str, path: str, body: Mapping[str, Any] | None = None
+) -> Any:
+    """One JSON request and its answer. Raises BenchError, which names the request, on any other outcome."""
+    try:
+        reply = await client.request(method, path, json=None if body is None else dict(body))
+    except httpx.HTTPError as error:
+        raise BenchError(f"{method} {path}: {str(error) or type(error).__name__}") from None
+    if reply.is_error:
+        raise BenchError(f"{method} {path}: HTTP {reply.status_code}: {reply.text[:200]}")
+    try:
+        return reply.json()
+    except ValueError:
+        raise BenchError(f"{method} {path}: the answer is not JSON") from None
+
+
+async def empty_slots(engine: httpx.AsyncClient) -> None:
+    """Erase whatever the engine's slots hold. Raises BenchError."""
+    for slot in await ask(engine, "GET", "/slots"):
+        await ask(engine, "POST", f"/slots/{slot['id']}?action=erase", {})
 
 
 @asynccontextmanager

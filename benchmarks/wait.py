@@ -20,7 +20,7 @@ for: dropping it would hide the longest waits. In `limit` they use one slot; one
 """
 
 import random
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import count, pairwise
@@ -143,6 +143,26 @@ class Column:
         """Tokens per second of background and foreground together."""
         return ratio(self.background_tokens + self.foreground_tokens, self.seconds)
 
+    def count(
+        self, foreground: Sequence[TurnResult], background: Sequence[TurnResult], start: float, end: float
+    ) -> None:
+        """Add turns that ran between two `time.monotonic()` moments, and what arrived between them."""
+        self.seconds += end - start
+        for result in foreground:
+            if result.error is not None:
+                self.errors.append(f"foreground: {result.error}")
+            elif result.wait_s is None or result.ttft_s is None:
+                self.errors.append("foreground: the server did not tell when the turn started")
+            else:
+                self.waits.append(result.wait_s)
+                self.first_tokens.append(result.ttft_s)
+        self.errors += [f"background: {result.error}" for result in background if result.error]
+        for result in background:
+            times = [moment for moment in result.times if start <= moment < end]
+            self.steps += [after - before for before, after in pairwise(times)]
+        self.background_tokens += _tokens_between(background, start, end)
+        self.foreground_tokens += _tokens_between(foreground, start, end)
+
     def data(self) -> dict[str, Any]:
         """For the JSON."""
         return {
@@ -239,7 +259,7 @@ class _Round:
             start = anyio.current_time()
             await self._foreground_arrivals(start + duration_s)
             tasks.cancel_scope.cancel()
-        self._count(start, start + duration_s)
+        self._column.count(self._foreground, self._background, start, start + duration_s)
 
     def _clients(self) -> Iterator[Iterator[TurnPlan]]:
         settings = self._settings
@@ -291,26 +311,8 @@ class _Round:
             result = await stream_chat(target.url, body, target.foreground_headers, timeout_s=bound_s)
         self._foreground.append(result)
 
-    def _count(self, start: float, end: float) -> None:
-        column = self._column
-        column.seconds += end - start
-        for result in self._foreground:
-            if result.error is not None:
-                column.errors.append(f"foreground: {result.error}")
-            elif result.wait_s is None or result.ttft_s is None:
-                column.errors.append("foreground: the server did not tell when the turn started")
-            else:
-                column.waits.append(result.wait_s)
-                column.first_tokens.append(result.ttft_s)
-        column.errors += [f"background: {result.error}" for result in self._background if result.error]
-        for result in self._background:
-            times = [moment for moment in result.times if start <= moment < end]
-            column.steps += [after - before for before, after in pairwise(times)]
-        column.background_tokens += _tokens_between(self._background, start, end)
-        column.foreground_tokens += _tokens_between(self._foreground, start, end)
 
-
-def _tokens_between(results: list[TurnResult], start: float, end: float) -> float:
+def _tokens_between(results: Sequence[TurnResult], start: float, end: float) -> float:
     """Tokens that arrived in a span: the pieces in it, times the tokens a piece had in complete turns."""
     complete = [result for result in results if result.error is None and not result.aborted]
     pieces = sum(result.pieces for result in complete)

@@ -132,6 +132,62 @@ def add_to(app: typer.Typer) -> None:
         _run("resume", _settings("resume", quick, lengths=chosen, repeats=repeats), json_path)
 
     @group.command()
+    def pressure(
+        json_path: JsonFile = None,
+        quick: Quick = False,
+        seconds: Annotated[
+            float | None, typer.Option(min=1, max=86_400, help="For how long turns are asked for.")
+        ] = None,
+        layout: Annotated[str | None, typer.Option(help="The engine's KV: unified or split.")] = None,
+        references: Annotated[
+            int | None, typer.Option(min=0, max=100_000, help="About how many turns are generated again.")
+        ] = None,
+        seed: Annotated[int | None, typer.Option(help="Seed of the turns.")] = None,
+    ) -> None:
+        """Turns whose KV does not fit: tiers, costs, and the ledger against the engine's own figures."""
+        if layout not in (None, "unified", "split"):
+            fail(f"--layout: {layout!r} is neither unified nor split")
+        changes = {"duration_s": seconds, "layout": layout, "references": references, "seed": seed}
+        _run("pressure", _settings("pressure", quick, **changes), json_path)
+
+    @group.command()
+    def reuse(
+        json_path: JsonFile = None,
+        quick: Quick = False,
+        slots: Annotated[str | None, typer.Option(help="Numbers of engine slots, with commas.")] = None,
+        columns: Annotated[
+            str | None, typer.Option(help="Which of stock, bare, service; with commas.")
+        ] = None,
+        turns: Annotated[int | None, typer.Option(min=1, max=1000, help="Turns of each agent.")] = None,
+        seed: Annotated[int | None, typer.Option(help="Seed of the turns.")] = None,
+    ) -> None:
+        """How much of their prompts agents' turns find in KV: the engine alone, and the service."""
+        chosen = _words(columns, "--columns", _bench("reuse").COLUMNS)
+        changes = {"slots": _numbers(slots, "--slots"), "columns": chosen, "turns": turns, "seed": seed}
+        _run("reuse", _settings("reuse", quick, **changes), json_path)
+
+    @group.command()
+    def truth(
+        json_path: JsonFile = None,
+        quick: Quick = False,
+        seconds: Annotated[
+            float | None, typer.Option(min=20, max=86_400, help="For how long turns arrive.")
+        ] = None,
+        repeat: Annotated[int | None, typer.Option(min=1, max=100, help="Runs on the real engine.")] = None,
+        load: Annotated[
+            float | None, typer.Option(min=0.1, max=2, help="Part of all decode slots that turns take.")
+        ] = None,
+        preemption: Annotated[bool | None, typer.Option("--preemption/--no-preemption")] = None,
+        trace: Annotated[
+            Path | None, typer.Option(metavar="FILE", help="Replay these turns; see `swarm trace`.")
+        ] = None,
+        seed: Annotated[int | None, typer.Option(help="Seed of the turns.")] = None,
+    ) -> None:
+        """The same turns on the real engine and in the simulator, and how far they are apart."""
+        changes = {"duration_s": seconds, "repeat": repeat, "load": load, "preemption": preemption}
+        _run("truth", _settings("truth", quick, **changes, trace=trace, seed=seed), json_path)
+
+    @group.command()
     def scheduler(
         json_path: JsonFile = None,
         quick: Quick = False,
