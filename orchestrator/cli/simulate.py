@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -14,9 +15,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from orchestrator.cli.common import fail
+from orchestrator.cli.common import fail, load, root_cause, writable_json
 from orchestrator.cli.figures import plain
 from orchestrator.cli.simulate_options import LABELS, OFF, ON, Given, Study, understand
+from orchestrator.cli.simulate_sweep import print_csv, show_sweep, sweep_preset, write_sweep
 from orchestrator.cli.simulate_text import as_json, show
 from orchestrator.cli.simulate_timeline import timeline_text
 from orchestrator.cli.styles import PAUSED
@@ -100,6 +102,53 @@ def _timelines(preset: Preset) -> dict[str, Timeline]:
     return {name: record(preset.example(preemption=name == ON), until_s=EXAMPLE_S) for name in (OFF, ON)}
 
 
+def _sweep(
+    grid: str,
+    preset: str | None,
+    hours: float | None,
+    seed: int,
+    csv: Path | None,
+    chart: Path | None,
+    as_csv: bool,
+) -> None:
+    try:
+        with _progress() as advance:
+            title, changing, rows = sweep_preset(grid, preset, hours, seed, advance)
+        try:
+            write_sweep(rows, title, csv, chart)
+        except OSError as error:
+            _unwritable("--csv or --chart", Path(error.filename or "."), error)
+    except SimulationError as error:
+        _refuse(error)
+    if as_csv:
+        print_csv(rows)
+        return
+    console = Console(highlight=False)
+    show_sweep(console, title, changing, rows)
+    for path in (csv, chart):
+        if path is not None:
+            console.print(Text(f"written: {path}"), soft_wrap=True)
+
+
+def _calibrate(config: Path | None, path: Path) -> None:
+    """Measure the configured engine; takes about a minute and a half."""
+    from backends.managed import ManagedEngineError
+    from benchmarks.calibrate import run_calibration
+    from benchmarks.harness import BenchError
+
+    if config is None:
+        _refuse("--calibrate goes with --config: which engine?")
+    writable_json(path)
+    try:
+        found = run_calibration(load(config), path=path)
+    except* (BenchError, ManagedEngineError, OSError) as group:
+        fail(f"simulate: --calibrate: {root_cause(group)}", 1)
+    console = Console(highlight=False)
+    for name, value in asdict(found.model).items():
+        console.print(f"  {name:<16} {value:.6g}")
+    console.print(Text(f"written: {path}; use it with --engine {path}"), soft_wrap=True)
+
+
 def _refuse(message: object) -> NoReturn:
     fail(f"simulate: {message}")
 
@@ -145,16 +194,45 @@ def add_to(app: typer.Typer) -> None:
         chart: Annotated[
             Path | None,
             typer.Option(
-                "--chart", metavar="FILE", help="Draw the preset's timeline to a .png or .svg file."
+                "--chart",
+                metavar="FILE",
+                help="Draw the timeline, or the sweep, to a .png or .svg file.",
+            ),
+        ] = None,
+        sweep: Annotated[
+            str | None,
+            typer.Option(
+                metavar="GRID",
+                help='Vary the preset: "slots=4,8 preemption=on,off load=0.5..0.9:0.2".',
+            ),
+        ] = None,
+        csv: Annotated[
+            Path | None, typer.Option(metavar="FILE", help="Write the sweep's rows to this file.")
+        ] = None,
+        calibrate: Annotated[
+            Path | None,
+            typer.Option(
+                metavar="FILE",
+                help="With --config: measure its engine, and write what --engine reads.",
             ),
         ] = None,
         events: Annotated[
             Path | None,
             typer.Option(metavar="FILE", help="Write the first run's scheduler events as JSON lines."),
         ] = None,
-        json_wanted: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+        json_wanted: Annotated[
+            bool, typer.Option("--json", help="Print the figures as JSON; a sweep as CSV.")
+        ] = False,
     ) -> None:
         """How long turns wait, without preemption and with it: the same scheduler, a model engine."""
+        if calibrate is not None:
+            _calibrate(config, calibrate)
+            return
+        if sweep is not None:
+            _sweep(sweep, preset, hours, seed, csv, chart, json_wanted)
+            return
+        if csv is not None:
+            _refuse("--csv goes with --sweep")
         given = Given(preset, config, engine, pool, trace, hours, turns, replications, seed, off, on)
         try:
             study = understand(given)

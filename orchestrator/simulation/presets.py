@@ -9,9 +9,14 @@ from types import MappingProxyType
 from orchestrator.scheduler import Policy
 from orchestrator.simulation.engine_model import EngineModel
 from orchestrator.simulation.setup import BackendSetup, Setup
+from orchestrator.simulation.sweep import Background, Base
 from orchestrator.simulation.workload import REFERENCE, Arrival, ClosedLoop, Fixed, Recorded, Several
 
 QUANTILES = (0.5, 0.9, 0.99)
+MEAN_TOKENS = 354.0
+#: 40 layers, 8 KV heads of 128: 81,920 elements a token. 15.5 GiB less 5.2 of weights and 0.8 of buffers.
+TOKEN_BYTES: Mapping[str, int] = MappingProxyType({"f16": 163_840, "q8_0": 87_040, "q4_0": 46_080})
+KV_BYTES = int(9.5 * 2**30)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +61,17 @@ class Preset:
         ]
         asks = Arrival(4.0, "person", "foreground", 1, 156)
         return Setup((self._backend(preemption, first_slots=0),), CLASSES, Recorded((*turns, asks)))
+
+    def base(self) -> Base:
+        """What a sweep starts from: the background's load is given, and the person the same at each."""
+        return Base(
+            backend=self._backend(True, first_slots=2),
+            classes=CLASSES,
+            foreground=ClosedLoop("person", "foreground", output=Fixed(39), prompt=Fixed(32), think_s=8.0),
+            background=Background("swarm", "background", REFERENCE, MEAN_TOKENS, Fixed(32), 32.0),
+            kv_bytes=KV_BYTES,
+            token_bytes=TOKEN_BYTES,
+        )
 
     def _backend(self, preemption: bool, first_slots: int) -> BackendSetup:
         policy = Policy(

@@ -83,6 +83,7 @@ _PANELS = (
 _COLOURS = ("#1d3557", "#d9480f", "#2a9d8f", "#7b2cbf", "#e9c46a", "#39424e")
 _MARKERS = ("o", "s", "^", "D", "v", "P")
 _MOST_LINES = 24
+_MOST_TICKS = 12
 
 
 def draw_sweep(rows: Sequence[SweepRow], path: Path, title: str = "") -> None:
@@ -122,10 +123,16 @@ def _panel(axes: Axes, lines: Sequence[Series], label: str, logarithmic: bool) -
         if line.least != line.most:
             axes.fill_between(line.x, line.least, line.most, color=colour, alpha=0.15, linewidth=0)
     if logarithmic and any(value > 0 for line in lines for value in line.mean):
-        axes.set_yscale("log")
+        axes.set_yscale("log", subs=(2, 5))
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}")
+        axes.tick_params(axis="y", which="minor", labelsize=8)
     else:
         axes.set_ylim(bottom=0)
     axes.set_ylabel(label)
+    points = sorted({value for line in lines for value in line.x})
+    if len(points) <= _MOST_TICKS:
+        axes.set_xticks(points)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_axisbelow(True)
     axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)

@@ -199,3 +199,28 @@ def test_a_terminal_that_is_wide_shows_more(
 
 def test_presets_are_named_in_the_help(swarm: Swarm) -> None:
     assert all(name in swarm("simulate", "--help").out for name in PRESETS)
+
+
+def test_a_sweep_is_a_table_a_csv_and_a_chart(swarm: Swarm, tmp_path: Path) -> None:
+    csv, chart = tmp_path / "s.csv", tmp_path / "s.svg"
+    words = ("simulate", "--preset", "rx9070xt", "--hours", "0.05", "--sweep", "slots=4,8 preemption=on,off")
+    outcome = swarm(*words, "--csv", str(csv), "--chart", str(chart))
+    assert outcome.code == 0, outcome.err
+    lines = csv.read_text().splitlines()
+    assert len(lines) == 5 and lines[0].startswith("slots,spare,preemption,load,")
+    assert "preemption" in outcome.out and "worst" in outcome.out
+    assert ElementTree.parse(chart).getroot().tag.endswith("svg")
+    assert swarm(*words, "--json").out == csv.read_text(), "the same seed, the same bytes"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--sweep", "slots=4"), "--sweep goes with --preset"),
+        (("--preset", "rx9070xt", "--sweep", "speed=9"), "'speed=9' is not one of"),
+        (("--preset", "rx9070xt", "--csv", "x.csv"), "--csv goes with --sweep"),
+        (("--calibrate", "x.json"), "--calibrate goes with --config"),
+    ],
+)
+def test_a_sweep_or_calibration_that_cannot_be(swarm: Swarm, words: tuple[str, ...], says: str) -> None:
+    assert says in refused(swarm("simulate", *words))
