@@ -66,7 +66,7 @@ class ResumeSettings:
     repeats: int = 3
     shape: EngineShape = field(
         default_factory=lambda: EngineShape(
-            decode_slots=1, engine_slots=2, slot_context=8192, batch_tokens=512
+            decode_slots=1, engine_slots=2, slot_context=8192, batch_tokens=512, threads=2
         )
     )
 

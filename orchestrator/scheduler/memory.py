@@ -14,6 +14,7 @@ What gives way first is the order of `slots.py`. The rules about when:
 2. So that a turn of the highest class finds a place that costs nothing, one is *cleaned* ahead of it while
    none decodes: the KV that would have to give way gets a copy, and keeps its slot until somebody comes.
    Where all slots share a budget, what has a copy is erased as far as such a turn needs the room.
+   And no other turn is admitted into the room that the last one of that class had.
 3. Idle cache is not saved to make room for a turn of the highest class; it is the first thing to give up.
 4. Parked KV that has slowed the running turns by as much as its swap would take is swapped: a long pause
    of a long turn, under a layout that taxes it (`Costs.rent_due`).
@@ -35,6 +36,8 @@ from orchestrator.scheduler.swap import SwapFile, SwapTable
 from orchestrator.scheduler.turn import Phase, Turn
 from orchestrator.turns import Tier
 
+#: At most this part of a shared budget is kept free for the highest class.
+HEADROOM_SHARE = 8
 #: Fewer tokens than this are not worth a restore of somebody else's KV.
 MIN_SHARED_TOKENS = 64
 
@@ -82,7 +85,8 @@ class Memory:
             if first is not None:
                 self._save(first, commands, stalls, keep=source)
                 return None
-        victims = self.slots.victims_for_room(turn.reserve, turn.priority, slot)
+        need = turn.reserve + self.headroom(turn)
+        victims = self.slots.victims_for_room(need, turn.priority, slot)
         if victims is None:
             return None
         if victims:
@@ -97,6 +101,17 @@ class Memory:
             return None
         turn.source = source
         return slot
+
+    def headroom(self, turn: Turn) -> int:
+        """Tokens of a shared budget that have to stay free beside the turn: the next foreground turn's.
+
+        Making room takes the engine a step for each call, which nobody of the highest class should wait for.
+        """
+        budget = self.slots.budget
+        if budget is None or turn.priority >= self.top_priority:
+            return 0
+        headroom = min(self._top_reserve, budget // HEADROOM_SHARE)
+        return headroom if turn.reserve + headroom <= budget else 0
 
     def occupy(self, turn: Turn, slot: Slot, commands: list[Command], stalls: bool) -> Tier:
         """Seat the turn; where the KV is that its segment begins with."""

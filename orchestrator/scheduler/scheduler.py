@@ -483,6 +483,7 @@ class Scheduler:
             + sum(other.reserve for other in coming)
             + sum(other.reserve for other in ahead)
             + turn.reserve
+            + self._memory.headroom(turn)
             <= slots.budget
         )
 

@@ -321,7 +321,7 @@ def test_what_has_a_copy_goes_before_what_has_none() -> None:
 def test_running_foreground_kv_is_never_touched() -> None:
     b = bench(2, 2, budget=1000)
     b.run("fg", FOREGROUND, slot=0, used=500, kv=600)
-    b.run("a", BATCH, slot=1, used=100)
+    b.run("a", BATCH, slot=1, used=100, kv=250)
     for at, priority in enumerate((NORMAL, FOREGROUND)):
         turn = f"n{at}"
         b.seq += 1
@@ -469,6 +469,28 @@ def test_a_turn_whose_kv_is_being_copied_goes_on_after_that() -> None:
     assert b.saved(0, "kv-1") == [Forget("kv-1"), Resume("a", 0, Tier.RESIDENT)]
 
 
+def test_nobody_else_takes_the_room_of_the_next_foreground_turn() -> None:
+    """It starts at once, where else it would wait for a victim, a save and an erase."""
+    b = bench(2, 4, budget=1000)
+    b.run("f1", FOREGROUND, slot=0, kv=100)
+    assert b.vanish("f1") == [Erase(0)]
+    assert b.tell(Erased(0)) == []
+    b.run("a", BATCH, slot=0, kv=500)
+    assert b.claimed("b", BATCH, kv=400) == [Start("b", 1)], "as far as both have room"
+    assert b.claimed("f2", FOREGROUND, kv=100) == [Pause("a", "f2"), Start("f2", 2)]
+
+
+def test_the_room_kept_free_is_a_small_part_and_starves_nobody() -> None:
+    b = bench(2, 4, budget=1000)
+    b.run("f1", FOREGROUND, slot=0, kv=900)
+    assert b.vanish("f1") == [Erase(0)]
+    assert b.tell(Erased(0)) == []
+    b.run("a", BATCH, slot=0, kv=870)
+    assert b.vanish("a") == [Erase(0)]
+    assert b.tell(Erased(0)) == []
+    b.run("whole", BATCH, slot=0, kv=1000)
+
+
 def test_under_a_shared_budget_room_is_made_ahead_as_well() -> None:
     """As much as the last foreground turn needed; erasing it takes a call too."""
     b = bench(1, 4, budget=1000)
@@ -476,8 +498,8 @@ def test_under_a_shared_budget_room_is_made_ahead_as_well() -> None:
     assert b.claimed("f1", FOREGROUND, kv=550) == [Pause("a", "f1"), Start("f1", 1)]
     assert b.tell(Started("f1", 60)) == []
     assert b.pause("a", 350) == []
-    assert b.vanish("f1") == [Resume("a", 0, Tier.RESIDENT), Erase(1)]
-    assert b.tell(Erased(1)) == []
+    assert b.vanish("f1") == [Erase(1)]
+    assert b.tell(Erased(1)) == [Resume("a", 0, Tier.RESIDENT)]
     assert b.claimed("n", NORMAL, kv=390) == [Pause("a", "n"), Start("n", 1)]
     assert b.tell(Started("n", 60)) == []
     assert b.pause("a", 350) == [Save(0, "kv-1", "a")]
