@@ -102,6 +102,16 @@ class Memory:
         turn.source = source
         return slot
 
+    def top_decodes(self, but: Turn | None = None) -> bool:
+        """Whether a turn of the highest class other than `but` is decoding: saves and restores stall it."""
+        return any(
+            slot.state is SlotState.BUSY
+            and slot.priority >= self.top_priority
+            and (turn := self._turns[slot.turn or ""]).phase is Phase.RUNNING
+            and turn is not but
+            for slot in self.slots.slots
+        )
+
     def headroom(self, turn: Turn) -> int:
         """Tokens of a shared budget that have to stay free beside the turn: the next foreground turn's.
 
@@ -197,7 +207,7 @@ class Memory:
             self.costs.passed_over(Tier.RESIDENT)
             if not self.worth_a_file(slot, now):
                 self._erase(slot, commands)
-            elif self.swap.writing is None and not self._top_decodes():  # else on one of the next ticks
+            elif self.swap.writing is None and not self.top_decodes():  # else on one of the next ticks
                 slot.evict = True
                 self._save(slot, commands, stalls=False)
 
@@ -274,9 +284,7 @@ class Memory:
         slot.saving = False
         if slot.evict:
             slot.evict = False
-            turn = self._turns.get(slot.turn or "")
-            if turn is None or turn.phase is not Phase.PLACED:
-                self._erase(slot, commands)
+            self._evict(slot, commands)
 
     def save_failed(self, slot: Slot, key: str, commands: list[Command], now: float) -> None:
         """A save did not work; the slot has what it had."""
@@ -287,9 +295,7 @@ class Memory:
             self._turns[file.turn].file = None
         slot.saving = slot.evict = False
         if not self.costs.works(Tier.RESIDENT) and slot.state is SlotState.PAUSED:
-            turn = self._turns.get(slot.turn or "")
-            if turn is None or turn.phase is not Phase.PLACED:
-                self._erase(slot, commands)
+            self._evict(slot, commands)
 
     def restored(self, turn: Turn, kv_tokens: int, stall_s: float) -> None:
         """A restore is over."""
@@ -357,7 +363,7 @@ class Memory:
                 continue
             if self.swap.copy_of(slot) is not None:
                 self._erase(slot, commands)
-            elif self.swap.writing is None and self.worth_a_file(slot, now) and not self._top_decodes():
+            elif self.swap.writing is None and self.worth_a_file(slot, now) and not self.top_decodes():
                 slot.evict = True
                 self._save(slot, commands, stalls=False)
 
@@ -430,14 +436,6 @@ class Memory:
         stalled = 1 + sum(slot.state is SlotState.BUSY for slot in self.slots.slots)
         return stalled * swap_s + (1 if saved else 2) * self.costs.step_s() < prefill_s
 
-    def _top_decodes(self) -> bool:
-        return any(
-            slot.state is SlotState.BUSY
-            and slot.priority >= self.top_priority
-            and self._turns[slot.turn or ""].phase is Phase.RUNNING
-            for slot in self.slots.slots
-        )
-
     # Deeds -------------------------------------------------------------------------------------------
 
     def _save(self, slot: Slot, commands: list[Command], stalls: bool, keep: SwapFile | None = None) -> None:
@@ -449,6 +447,12 @@ class Memory:
             self._turns[slot.turn].file = file
         self.swap.stalls += stalls
         commands.append(Save(slot.id, file.key, slot.turn))
+
+    def _evict(self, slot: Slot, commands: list[Command]) -> None:
+        """Erase the slot, unless its turn is about to go on in it."""
+        turn = self._turns.get(slot.turn or "")
+        if turn is None or turn.phase is not Phase.PLACED:
+            self._erase(slot, commands)
 
     def _erase(self, slot: Slot, commands: list[Command]) -> None:
         self.give_up(slot, commands)

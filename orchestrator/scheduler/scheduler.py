@@ -317,13 +317,6 @@ class Scheduler:
         if max(self._classes, default=0) < self._memory.top_priority:
             self._memory.clean_ahead(commands, now)
 
-    def _top_decodes(self, but: Turn) -> bool:
-        """Whether a turn of the highest class is decoding: a save or restore would stall it."""
-        return any(
-            turn.priority >= self._memory.top_priority and turn.phase is Phase.RUNNING and turn is not but
-            for turn in self._decoding.values()
-        )
-
     def _cancel(self, turn_id: str, commands: list[Command]) -> None:
         turn = self._turns.get(turn_id)
         if turn is None or turn.cancelled:
@@ -442,7 +435,7 @@ class Scheduler:
 
     def _seat_placed(self, commands: list[Command], now: float) -> None:
         for turn in sorted(self._placed.values(), key=by_priority):
-            stalls = self._memory.swap.policy is not None and self._top_decodes(turn)
+            stalls = self._memory.swap.policy is not None and self._memory.top_decodes(turn)
             slot = self._memory.seat(turn, commands, now, stalls)
             if slot is not None:
                 self._run(turn, slot, commands, now, stalls)
