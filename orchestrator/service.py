@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,13 +22,13 @@ from backends.llamacpp import LlamaCppBackend, LlamaCppOptions
 from backends.managed import EngineSettings, ManagedEngine, ManagedEngineError
 from backends.managed.settings import EngineSettingsError, model_path
 from backends.model_shape import KvUnknown
-from backends.protocol import Backend, EngineInfo, EngineUnavailable, KvLayout
+from backends.protocol import Backend, EngineInfo, KvLayout
 from orchestrator.broker import Broker, OutputReader
 from orchestrator.broker.embedded import EmbeddedValkey, EmbeddedValkeyError
 from orchestrator.broker.pool import PatientPool
 from orchestrator.config import Backend as BackendConfig
 from orchestrator.config import Config
-from orchestrator.dispatcher import Dispatcher, DispatcherOptions
+from orchestrator.dispatcher import Dispatcher, DispatcherOptions, published_engine
 from orchestrator.gateway.app import create_app
 from orchestrator.gateway.server import serve
 
@@ -54,26 +54,37 @@ class _Hosted:
 
 
 class PoolEngines:
-    """The gateway's view of the engines: sizes come from the first described backend of a pool."""
+    """The gateway's view of the engines: a pool is what the largest of its described engines is."""
 
-    def __init__(self, hosted: list[_Hosted]) -> None:
+    def __init__(self, hosted: list[_Hosted], broker: Broker) -> None:
         self._hosted = hosted
-
-    def _of(self, pool: str) -> _Hosted | None:
-        described = (h for h in self._hosted if h.config.pool == pool and h.dispatcher.info is not None)
-        return next(described, None)
+        self._broker = broker
 
     def info(self, pool: str) -> EngineInfo | None:
-        """What the pool's engine is; None before it was first reached."""
-        hosted = self._of(pool)
-        return hosted.dispatcher.info if hosted else None
+        """What the pool's engine is; None before it was first reached, or while others own it."""
+        return _largest(hosted.dispatcher.info for hosted in self._of(pool))
+
+    async def described(self, pool: str) -> EngineInfo | None:
+        """As `info`, else as its owner elsewhere publishes it. Raises RedisError."""
+        info = self.info(pool)
+        if info is not None:
+            return info
+        states = [await self._broker.backend_state(pool, hosted.config.name) for hosted in self._of(pool)]
+        return _largest(published_engine(state or {}) for state in states)
 
     async def count_tokens(self, pool: str, api: str, body: dict[str, Any]) -> int:
         """A prompt's exact length. Raises EngineRefused, EngineUnavailable."""
         hosted = self._of(pool)
-        if hosted is None:
-            raise EngineUnavailable("no engine is ready")
-        return await hosted.backend.count_tokens(api, body)
+        described = [one for one in hosted if one.dispatcher.info is not None]
+        return await (described or hosted)[0].backend.count_tokens(api, body)
+
+    def _of(self, pool: str) -> list[_Hosted]:
+        return [hosted for hosted in self._hosted if hosted.config.pool == pool]
+
+
+def _largest(engines: Iterable[EngineInfo | None]) -> EngineInfo | None:
+    known = [info for info in engines if info is not None]
+    return max(known, key=lambda info: min(info.slot_context, info.kv_budget_tokens), default=None)
 
 
 @asynccontextmanager
@@ -197,6 +208,7 @@ def _dispatcher_options(config: Config, backend: BackendConfig) -> DispatcherOpt
         priorities=tuple(sorted(config.priorities.values())),
         kv_budget_bytes=backend.kv_budget_bytes,
         swap_budget=backend.swap_budget,
+        others=tuple(one.name for one in config.backends if one.pool == backend.pool and one is not backend),
     )
 
 
@@ -228,7 +240,7 @@ async def run_service(
             hosted.append(_Hosted(backend_config, backend, dispatcher))
         reader = OutputReader(broker, blocking, owner)
         await tasks.start(reader.run)
-        app = create_app(config, broker, reader, owner, PoolEngines(hosted))
+        app = create_app(config, broker, reader, owner, PoolEngines(hosted, broker))
         port = await tasks.start(serve, app, config.server.host, config.server.port)
         task_status.started(port)
         try:

@@ -204,7 +204,8 @@ class Broker:
         """Become the backend's owner, None while somebody else is."""
         keys = k.Keys(pool)
         fence = await self._lease(
-            keys=[keys.lease(backend), keys.fence(backend)], args=["acquire", owner, ttl_ms]
+            keys=[keys.lease(backend), keys.fence(backend), keys.state(backend)],
+            args=["acquire", owner, ttl_ms],
         )
         return Lease(pool, backend, f"{int(fence)}:{owner}") if fence else None
 
@@ -214,13 +215,14 @@ class Broker:
             raise Deposed(f"backend {lease.backend}: the lease {lease.value} is lost")
 
     async def release(self, lease: Lease) -> None:
-        """Give the lease back, if it is still ours."""
+        """Give the lease back, if it is still ours, and withdraw what was published of the backend."""
         await self._lease_action(lease, "release", 0)
 
     async def _lease_action(self, lease: Lease, action: str, ttl_ms: int) -> bool:
         keys = k.Keys(lease.pool)
         held = await self._lease(
-            keys=[keys.lease(lease.backend), keys.fence(lease.backend)], args=[action, lease.value, ttl_ms]
+            keys=[keys.lease(lease.backend), keys.fence(lease.backend), keys.state(lease.backend)],
+            args=[action, lease.value, ttl_ms],
         )
         return bool(held)
 

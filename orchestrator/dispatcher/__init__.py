@@ -2,5 +2,6 @@
 
 from orchestrator.dispatcher.dispatcher import Dispatcher
 from orchestrator.dispatcher.options import DispatcherOptions
+from orchestrator.dispatcher.state import published_engine
 
-__all__ = ["Dispatcher", "DispatcherOptions"]
+__all__ = ["Dispatcher", "DispatcherOptions", "published_engine"]

@@ -50,7 +50,7 @@ from orchestrator.dispatcher.meter import StepMeter
 from orchestrator.dispatcher.options import DispatcherOptions
 from orchestrator.dispatcher.prefix import prompt_prefix
 from orchestrator.dispatcher.sizing import make_policy, swap_budget, within_budget
-from orchestrator.dispatcher.state import backend_state
+from orchestrator.dispatcher.state import backend_state, published_engine
 from orchestrator.dispatcher.swapper import Swapper
 from orchestrator.dispatcher.turn_run import TurnRun, replay
 from orchestrator.scheduler import (
@@ -78,6 +78,7 @@ from orchestrator.scheduler import (
     Prefix,
     Progressed,
     Recovered,
+    Refuse,
     ReleaseRequested,
     Resume,
     Save,
@@ -233,10 +234,7 @@ class Dispatcher:
             request = record.request
             budget = self._scheduler.policy.kv_budget_tokens
             if budget is not None and request.size.kv_tokens > budget:
-                need = request.size.kv_tokens
-                message = f"the turn may need {need} tokens of KV; the engine now has {budget}"
-                run.put(error_entry(502, message, "engine_error"))
-                await self._close_recovered(run, orjson.loads(run.entries[-1]))
+                await self._fail_outsized(run, 502, request.size.kv_tokens, budget)
                 continue
             prefix = self._prepare(run, told.so_far)
             if record.state is TurnState.RUNNING:
@@ -354,6 +352,8 @@ class Dispatcher:
         match command:
             case Claim(turn):
                 self._tasks.start_soon(self._claim, turn)
+            case Refuse(turn, need, budget):
+                self._tasks.start_soon(self._refuse, turn, need, budget)
             case Start(turn, slot, source):
                 run = self._runs[turn]
                 run.tier = None
@@ -394,6 +394,27 @@ class Dispatcher:
             return
         prefix = self._prepare(self._new_run(record), None)
         self._handle(Claimed(turn, prefix, record.request.size.max_tokens))
+
+    async def _refuse(self, turn: str, need: int, budget: int) -> None:
+        """Fail a turn that waits, unless another backend of the pool has the room for it."""
+        pool = self.options.pool
+        for other in self.options.others:
+            state = await persistently(lambda other=other: self._broker.backend_state(pool, other))  # type: ignore[misc]
+            engine = published_engine(state or {})
+            if engine is not None and engine.kv_budget_tokens >= need:
+                return
+        record = await persistently(lambda: self._broker.claim(self._lease, turn))
+        self._handle(Withdrawn(turn))
+        if record is not None:
+            await self._fail_outsized(self._new_run(record), 400, need, budget)
+
+    async def _fail_outsized(self, run: TurnRun, status: int, need: int, budget: int) -> None:
+        del self._runs[run.id]
+        message = f"the turn may need {need:,} tokens of KV; the engine has {budget:,}"
+        code = "context_length_exceeded" if status == 400 else None
+        run.put(error_entry(status, message, "invalid_request_error" if code else "engine_error", code))
+        entry = timeline_entry("failed", error=message)
+        await self._books.close(run, TurnState.FAILED, entry, {"error": message})
 
     async def _segment(self, run: TurnRun, slot: int, source: str | None) -> None:
         run.slot = slot

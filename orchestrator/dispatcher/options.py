@@ -11,6 +11,7 @@ class DispatcherOptions:
 
     `decode_slots` None: one fewer than the engine's slots, at least one. `kv_budget_bytes` None: all of the
     engine's context. `swap_budget` in bytes, 0: no swap; None: half of what is free, at most 8 GiB.
+    `others`: the pool's other backends, by name.
     """
 
     pool: str
@@ -24,3 +25,4 @@ class DispatcherOptions:
     priorities: tuple[int, ...]
     kv_budget_bytes: int | None = None
     swap_budget: int | None = None
+    others: tuple[str, ...] = ()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from backends.protocol import EngineInfo
 from orchestrator.dispatcher.options import DispatcherOptions
@@ -95,7 +98,17 @@ def backend_state(
         "step_s": view.costs.step_s,
         "paused": paused,
         "native_park": info.native_park if info else False,
+        "engine": asdict(info) if info else None,
     }
+
+
+_ENGINE = TypeAdapter(EngineInfo)
+
+
+def published_engine(state: dict[str, Any]) -> EngineInfo | None:
+    """The engine that a published state is of; None where its owner did not know it yet."""
+    engine = state.get("engine")
+    return _ENGINE.validate_python(engine) if engine else None
 
 
 def _progress(run: TurnRun | None) -> dict[str, Any]:

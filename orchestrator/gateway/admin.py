@@ -79,6 +79,7 @@ async def assemble_state(gateway: Gateway) -> dict[str, Any]:
     for backend in gateway.config.backends:
         state = await gateway.broker.backend_state(backend.pool, backend.name) or {}
         paused += state.pop("paused", [])
+        state.pop("engine", None)
         backends.append({**_unknown(backend), **state, "pool": backend.pool})
     priorities = gateway.config.priorities
     by_class: Counter[str] = Counter(dict.fromkeys(priorities, 0))

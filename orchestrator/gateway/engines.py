@@ -13,6 +13,12 @@ class Engines(Protocol):
     def info(self, pool: str) -> EngineInfo | None:
         """What the pool's engines are, None while none of them has been described yet."""
 
+    async def described(self, pool: str) -> EngineInfo | None:
+        """As `info`, else as another service that serves the pool publishes it.
+
+        Raises RedisError when it has to ask and the broker does not answer.
+        """
+
     async def count_tokens(self, pool: str, api: str, body: dict[str, Any]) -> int:
         """The prompt's exact length in tokens.
 

@@ -18,7 +18,7 @@ import structlog
 
 from backends.protocol import EngineInfo, EngineRefused, EngineUnavailable
 from orchestrator.gateway.engines import Engines
-from orchestrator.gateway.errors import ApiError
+from orchestrator.gateway.errors import ApiError, unavailable
 from orchestrator.gateway.validate import Ask
 from orchestrator.turns import TurnSize
 
@@ -26,6 +26,9 @@ TEMPLATE_TOKENS = 64
 MESSAGE_TOKENS = 16
 # Templates put instructions before tool schemas (150 tokens in Qwen's) and indent them.
 TOOLS_TOKENS = 512
+# For an engine that has just been started; a turn that is sized without its numbers might never fit.
+ENGINE_BOUND_S = 10.0
+ENGINE_POLL_S = 0.05
 # Counting tokenises the prompt; a count that takes longer than this is worth less than a start.
 COUNT_BOUND_S = 10.0
 
@@ -98,15 +101,24 @@ def _amount(info: EngineInfo, tokens: int) -> str:
     return said if info.kv is None else f"{said} ({info.kv.bytes(tokens) / (1 << 20):,.1f} MiB of KV)"
 
 
+async def _await_engine(engines: Engines, pool: str) -> EngineInfo:
+    """The pool's engine once it is known. Raises ApiError (503) when that takes too long."""
+    with anyio.move_on_after(ENGINE_BOUND_S):
+        while True:
+            info = await engines.described(pool)
+            if info is not None:
+                return info
+            await anyio.sleep(ENGINE_POLL_S)
+    message = "no engine of this model has answered yet; try again shortly"
+    raise unavailable(message, "engine_unavailable")
+
+
 async def size_turn(engines: Engines, pool: str, api: str, ask: Ask, max_turn_tokens: int) -> TurnSize:
-    """Size a turn. Raises ApiError when the prompt does not fit or the engine refuses it."""
+    """Size a turn. Raises ApiError when the prompt does not fit, the engine refuses it or is not there."""
     param = "messages" if api == "chat" else "prompt"
     limit = max_turn_tokens if ask.max_tokens is None else min(ask.max_tokens, max_turn_tokens)
     bound = prompt_bound(ask.body, len(ask.raw))
-    info = engines.info(pool)
-    if info is None:
-        # The dispatcher knows the engine by the time it takes the turn.
-        return TurnSize(bound, limit, exact=False)
+    info = engines.info(pool) or await _await_engine(engines, pool)
     if fits(info, bound, limit) and (api != "chat" or is_text(ask.body)):
         return TurnSize(bound, limit, exact=False)
     try:

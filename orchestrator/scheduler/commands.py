@@ -15,6 +15,18 @@ class Claim:
 
 
 @dataclass(frozen=True, slots=True)
+class Refuse:
+    """The waiting turn is larger than all the KV here: fail it, unless another backend has the room.
+
+    Said again with every Tick, as other backends come and go.
+    """
+
+    turn: str
+    need_tokens: int
+    budget_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Start:
     """Run the turn's first segment in engine slot `slot`; what the slot holds may be overwritten.
 
@@ -99,4 +111,17 @@ class Erase:
     slot: int
 
 
-Command = Claim | Start | Resume | Pause | Abort | Discard | MarkSwapped | MarkDropped | Save | Forget | Erase
+Command = (
+    Claim
+    | Refuse
+    | Start
+    | Resume
+    | Pause
+    | Abort
+    | Discard
+    | MarkSwapped
+    | MarkDropped
+    | Save
+    | Forget
+    | Erase
+)

@@ -44,6 +44,7 @@ from orchestrator.scheduler.commands import (
     Discard,
     MarkDropped,
     Pause,
+    Refuse,
     Resume,
     Start,
 )
@@ -119,6 +120,8 @@ class Scheduler:
         self._placed: dict[str, Turn] = {}
         self._pausing: dict[str, Turn] = {}
         self._claiming: dict[str, Turn] = {}
+        self._outsized: dict[str, Turn] = {}
+        """Waiting turns that are larger than all the KV here."""
         self._grown: dict[str, tuple[float, Progressed]] = {}
         self._step = 0
         self._ready = False
@@ -203,6 +206,7 @@ class Scheduler:
                 self._memory.engine_ready()
             case Tick():
                 if self._ready:
+                    self._refuse_outsized(commands)
                     self._memory.collect_rent(commands, now)
         if self._ready:
             while self._place_one(commands, now):
@@ -278,6 +282,16 @@ class Scheduler:
         # have the room for it.
         if self._slots.budget is None or turn.reserve <= self._slots.budget:
             self._queue.add(turn.id, turn.priority, turn.seq)
+        else:
+            self._outsized[turn.id] = turn
+
+    def _refuse_outsized(self, commands: list[Command]) -> None:
+        for turn in list(self._outsized.values()):
+            if self._turns.get(turn.id) is turn and turn.phase is Phase.WAITING:
+                assert self._slots.budget is not None
+                commands.append(Refuse(turn.id, turn.reserve, self._slots.budget))
+            else:
+                del self._outsized[turn.id]
 
     def _paused(
         self, turn: Turn, kv_tokens: int, resident: bool, commands: list[Command], now: float

@@ -27,6 +27,7 @@ from orchestrator.scheduler import (
     Paused,
     Prefilled,
     Progressed,
+    Refuse,
     Restored,
     Resume,
     Save,
@@ -144,6 +145,8 @@ class Backend:
                 self._call(partial(self.engine.erase, slot), now)
             case Forget(key):
                 self.engine.forget(key)
+            case Refuse():
+                pass  # another backend has the room: what fits nowhere was refused before it was queued
             case MarkSwapped():
                 self.figures.swapped += 1
             case MarkDropped():

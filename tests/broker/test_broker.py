@@ -412,6 +412,15 @@ async def test_a_deposed_owner_changes_nothing(broker: Broker, lease: Lease, red
     assert await dump(redis) == before
 
 
+async def test_what_was_published_goes_with_the_lease(broker: Broker, lease: Lease) -> None:
+    """It is not the next owner's engine, who may have another budget."""
+    await broker.publish_state(POOL, BACKEND, b'{"healthy":true}')
+    await broker.release(Lease(POOL, BACKEND, "0:somebody else"))
+    assert await broker.backend_state(POOL, BACKEND) is not None
+    await broker.release(lease)
+    assert await broker.backend_state(POOL, BACKEND) is None
+
+
 async def test_a_published_state_expires(broker: Broker, redis: Redis) -> None:
     assert await broker.backend_state(POOL, BACKEND) is None
     await broker.publish_state(POOL, BACKEND, b'{"a":1}')

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import anyio
 import anyio.lowlevel
+import orjson
 import pytest
 from redis.asyncio import Redis
 
@@ -23,7 +24,7 @@ from backends.protocol import (
 )
 from backends.simulated import Fault
 from orchestrator.broker import PoolEvent, timeline_entry
-from orchestrator.dispatcher.dispatcher import MAX_FAILURES
+from orchestrator.dispatcher.dispatcher import MAX_FAILURES, TICK_S
 from orchestrator.turns import TurnState
 from tests.dispatcher.harness import BACKEND, KEYS, PERMANENT, POOL, swarm, until
 
@@ -242,8 +243,31 @@ async def test_a_turn_left_behind_that_no_longer_fits_fails(redis: Redis, valkey
         record = await s.until_end(turn)
         assert record.state is TurnState.FAILED
         assert record.error is not None
-        assert "the engine now has 600" in record.error
+        assert record.error == "the turn may need 753 tokens of KV; the engine has 600"
         assert (await s.log(turn))[-1][1] == 502
+
+
+@pytest.mark.parametrize("room", [599, 752, 753])
+async def test_a_waiting_turn_that_fits_nowhere_fails(redis: Redis, valkey_url: str, room: int) -> None:
+    """It was sized by another engine than there is now; nobody would ever claim it."""
+    async with swarm(redis, valkey_url, n_ctx=600, kv_unified=True) as s:
+        turn = await s.submit("Big", max_tokens=700)
+        other = await s.backend(kv_layout=KvLayout.UNIFIED).describe()
+        published = {"engine": asdict(replace(other, kv_budget_tokens=room))}
+        await s.broker.publish_state(POOL, "larger", orjson.dumps(published))
+        unified = s.backend(kv_layout=KvLayout.UNIFIED)
+        await s.start(s.dispatcher(backend=unified, others=("never seen", "larger")))
+        if room < 753:
+            record = await s.until_end(turn)
+            assert record.error == "the turn may need 753 tokens of KV; the engine has 600"
+            kind, status, error = (await s.log(turn))[-1]
+            assert (kind, status, error["code"]) == ("x", 400, "context_length_exceeded")
+        else:
+            await anyio.sleep(2.5 * TICK_S)
+            assert (await s.record(turn)).state is TurnState.QUEUED
+            await s.broker.cancel(POOL, turn)
+        small = await s.submit("Hello [len=5]")
+        await s.check_done(small, "Hello [len=5]")
 
 
 async def test_an_unknown_event_is_passed_over(redis: Redis, valkey_url: str) -> None:

@@ -105,12 +105,6 @@ async def tiers_of(swarm: Swarm, turns: dict[str, Streamed]) -> dict[str, list[s
     }
 
 
-KNOWN_HANG = pytest.mark.xfail(
-    strict=False, reason="a turn sized before the engine is known may exceed the budget and is never claimed"
-)
-
-
-@KNOWN_HANG
 @pytest.mark.usefixtures("clean_engine", "redis")
 async def test_a_swapped_turn_goes_on_exactly(valkey_url: str, engine_url: str, folder: Path) -> None:
     async with swarm_with_room_for(6, valkey_url, engine_url, folder) as swarm:
@@ -176,7 +170,6 @@ async def test_the_books_are_the_engines(valkey_url: str, engine_url: str, folde
     assert compared > 10
 
 
-@KNOWN_HANG
 @pytest.mark.usefixtures("clean_engine", "redis")
 @pytest.mark.parametrize("harm", ["full", "gone", "deleted", "truncated", "another model's"])
 async def test_swap_that_fails_loses_nothing(

@@ -12,10 +12,9 @@ from anyio.from_thread import BlockingPortal
 
 from backends.managed import ManagedEngine
 from tests.e2e.conftest import Streamed
-from tests.e2e.test_tiers import KNOWN_HANG, REPLY_TOKENS, STACK, body, do_harm, swarm_with_room_for
+from tests.e2e.test_tiers import REPLY_TOKENS, STACK, body, do_harm, swarm_with_room_for
 
 pytestmark = [
-    KNOWN_HANG,
     pytest.mark.engine,
     pytest.mark.timeout(300),
     pytest.mark.keys_without_ttl("swarm:{*}:*"),

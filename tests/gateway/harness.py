@@ -87,6 +87,9 @@ class FakeEngines:
     def info(self, pool: str) -> EngineInfo | None:
         return self.infos.get(pool)
 
+    async def described(self, pool: str) -> EngineInfo | None:
+        return self.info(pool)
+
     async def count_tokens(self, pool: str, api: str, body: dict[str, Any]) -> int:
         self.counted.append((pool, api))
         if isinstance(self.count, BackendError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import anyio
 import orjson
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from backends.kv_shape import KvShape
 from backends.protocol import EngineInfo, EngineRefused, EngineUnavailable, KvLayout
+from orchestrator.gateway import sizer
 from orchestrator.gateway.errors import ApiError
 from orchestrator.gateway.sizer import prompt_bound, size_turn
 from orchestrator.gateway.validate import Ask, parse_ask
@@ -46,6 +48,29 @@ async def test_a_large_turn_is_counted() -> None:
 
 async def test_the_context_limits_the_reply() -> None:
     assert await size(FakeEngines(count=2000), ask("x" * 3000)) == TurnSize(2000, 48, exact=True)
+
+
+async def test_a_turn_waits_for_an_engine_to_be_known() -> None:
+    """Sized without its numbers, it could exceed the KV budget and would never be claimed."""
+    engines, sizes = FakeEngines({}, count=900), []
+
+    async def run() -> None:
+        sizes.append(await size(engines, ask("x" * 3000)))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(run)
+        await anyio.wait_all_tasks_blocked()
+        assert sizes == []
+        engines.infos["default"] = replace(make_info(), kv_budget_tokens=1000)
+    assert sizes == [TurnSize(900, 100, exact=True)]
+
+
+async def test_an_engine_that_nobody_has_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sizer, "ENGINE_BOUND_S", 0.05)
+    with pytest.raises(ApiError) as caught:
+        await size(FakeEngines({}), ask())
+    assert (caught.value.status, caught.value.code) == (503, "engine_unavailable")
+    assert caught.value.headers == ((b"retry-after", b"1"),)
 
 
 async def refusal(info: EngineInfo, count: int) -> ApiError:

@@ -46,6 +46,7 @@ from orchestrator.scheduler import (
     Prefilled,
     Progressed,
     Recovered,
+    Refuse,
     ReleaseRequested,
     Restored,
     RestoreFailed,
@@ -468,6 +469,10 @@ class SchedulerMachine(RuleBasedStateMachine):
                     assert self.engine.ready
                     assert turn.where == "queue" and not turn.cancelled
                     turn.where = "claiming"
+                case Refuse(turn_id, need, budget):
+                    assert isinstance(event, Tick) and self.turns[turn_id].where == "queue"
+                    assert budget == self.policy.kv_budget_tokens
+                    assert budget < need == self.turns[turn_id].reserve
                 case Start(turn_id, slot, source):
                     assert not self.turns[turn_id].ran
                     started.add(turn_id)

@@ -27,6 +27,7 @@ from orchestrator.scheduler import (
     Policy,
     Progressed,
     Recovered,
+    Refuse,
     ReleaseRequested,
     Resume,
     Scheduler,
@@ -689,6 +690,16 @@ def test_unified_the_reservation_has_to_fit() -> None:
     assert b.queue("c", NORMAL) == []
     assert b.tell(Ended("a", 0, resident=False)) == [Claim("c")]
     assert b.tell(Claimed("c")) == [Start("c", 0)]
+
+
+def test_a_turn_larger_than_all_the_kv_is_refused_with_each_tick() -> None:
+    b = bench(2, 2, budget=250)
+    assert b.queue("large", FOREGROUND, kv=251) == []
+    assert b.queue("small", BACKGROUND) == [Claim("small")]
+    assert b.tell(Tick()) == [Refuse("large", 251, 250)]
+    assert b.tell(Tick()) == [Refuse("large", 251, 250)]
+    assert b.tell(Withdrawn("large")) == []
+    assert b.tell(Tick()) == []
 
 
 def test_unified_idle_cache_is_erased_before_paused_kv() -> None:
