@@ -12,9 +12,10 @@ from orchestrator.broker import Broker, OutputReader
 from orchestrator.config import Config
 from orchestrator.gateway.admin import healthz, models, not_found, swarm_state
 from orchestrator.gateway.admin_turns import ACTIONS, turn, turn_action, turns
+from orchestrator.gateway.dialects import ChatCompletions, Completions, Dialect
 from orchestrator.gateway.endpoint import Endpoint, Handler
 from orchestrator.gateway.engines import Engines
-from orchestrator.gateway.errors import ApiError, internal
+from orchestrator.gateway.errors import OPENAI_ERRORS, ApiError, internal
 from orchestrator.gateway.generate import Gateway, generate
 from orchestrator.gateway.identity import Identities
 from orchestrator.gateway.models import Models
@@ -31,8 +32,8 @@ def create_app(
         config, broker, reader, gateway_id, engines, Identities(config), Models(config, engines)
     )
     routes = [
-        _post("/v1/chat/completions", generate(gateway, "chat")),
-        _post("/v1/completions", generate(gateway, "completion")),
+        _turns("/v1/chat/completions", gateway, ChatCompletions()),
+        _turns("/v1/completions", gateway, Completions()),
         _get("/v1/models", models(gateway)),
         _get("/healthz", healthz(gateway)),
         _get("/swarm/state", swarm_state(gateway)),
@@ -45,6 +46,10 @@ def create_app(
     )
     app.router.redirect_slashes = False
     return app
+
+
+def _turns(path: str, gateway: Gateway, dialect: Dialect) -> Route:
+    return Route(path, Endpoint(generate(gateway, dialect), dialect.errors), methods=["POST"])
 
 
 def _get(path: str, handler: Handler) -> Route:
@@ -67,4 +72,4 @@ async def _internal_error(request: Request, error: Exception) -> Response:
 
 
 def _response(error: ApiError) -> Response:
-    return Response(error.body(), error.status, media_type="application/json")
+    return Response(OPENAI_ERRORS.body(error), error.status, media_type="application/json")

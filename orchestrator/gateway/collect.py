@@ -1,15 +1,14 @@
-"""Log entries as one JSON reply."""
+"""A turn's log entries put together."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
 
-import orjson
-
 from orchestrator.broker import DELTA, END, ERROR, Entry
-from orchestrator.gateway.chunks import LOGPROBS
 from orchestrator.gateway.errors import from_entry
+
+LOGPROBS = "_logprobs"
 
 
 class Collector:
@@ -25,8 +24,8 @@ class Collector:
         self._calls: dict[int, dict[str, Any]] = {}
         self._other: dict[str, Any] = {}
         self._logprobs: dict[str, Any] = {}
-        self._finish_reason = ""
-        self._usage: dict[str, Any] = {}
+        self.finish_reason = ""
+        self.usage: dict[str, Any] = {}
 
     def add(self, entries: Iterable[Entry]) -> None:
         """Take the next entries. Raises ApiError when the turn failed."""
@@ -34,40 +33,35 @@ class Collector:
             if entry[0] == DELTA:
                 self._add_part(entry[1])
             elif entry[0] == END:
-                self._finish_reason, self._usage = entry[1], entry[2]
+                self.finish_reason, self.usage = entry[1], entry[2]
                 self.over = True
             elif entry[0] == ERROR:
                 self.over = True
                 raise from_entry(entry[1], entry[2])
 
-    def chat(self, turn: str, model: str, created: int) -> bytes:
-        """The ``chat.completion``."""
-        calls = [self._calls[index] for index in sorted(self._calls)]
+    def text(self, name: str) -> str:
+        """What the deltas' texts of this name add up to."""
+        return "".join(self._texts.get(name, []))
+
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        """The tool calls, in order, each whole."""
+        return [self._whole_call(self._calls[index]) for index in sorted(self._calls)]
+
+    @property
+    def logprobs(self) -> dict[str, Any] | None:
+        """All tokens' logprobs; None when there are none."""
+        return self._logprobs or None
+
+    def message(self) -> dict[str, Any]:
+        """The assistant's message as a ``chat.completion`` has it."""
+        calls = self.calls
         message: dict[str, Any] = {"role": "assistant", "content": None if calls else "", **self._other}
         message |= {name: "".join(pieces) for name, pieces in self._texts.items()}
         if calls:
             message["content"] = message["content"] or None
-            message["tool_calls"] = [self._whole_call(call) for call in calls]
-        choice = {"index": 0, "message": message, "logprobs": self._logprobs or None}
-        return self._reply(f"chatcmpl-{turn}", "chat.completion", model, created, choice)
-
-    def completion(self, turn: str, model: str, created: int) -> bytes:
-        """The ``text_completion``."""
-        text = "".join(self._texts.get("text", []))
-        choice = {"index": 0, "text": text, "logprobs": self._logprobs or None}
-        return self._reply(f"cmpl-{turn}", "text_completion", model, created, choice)
-
-    def _reply(self, id_: str, kind: str, model: str, created: int, choice: dict[str, Any]) -> bytes:
-        return orjson.dumps(
-            {
-                "id": id_,
-                "object": kind,
-                "created": created,
-                "model": model,
-                "choices": [{**choice, "finish_reason": self._finish_reason}],
-                "usage": self._usage,
-            }
-        )
+            message["tool_calls"] = calls
+        return message
 
     def _add_part(self, part: dict[str, Any]) -> None:
         for name, value in part.items():

@@ -1,4 +1,4 @@
-"""The frame around every endpoint: whatever happens inside, the client gets a reply in OpenAI's shape."""
+"""The frame around every endpoint: whatever happens inside, the client gets a reply in its API's shape."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import structlog
 from redis.exceptions import RedisError
 from starlette.types import Receive, Scope, Send
 
-from orchestrator.gateway.errors import ApiError, ClientGone, internal, unavailable
+from orchestrator.gateway.errors import OPENAI_ERRORS, ApiError, ClientGone, ErrorShape, internal, unavailable
 from orchestrator.gateway.reply import Reply
 
 # A client that does not read must not hold up the service's end.
@@ -25,12 +25,13 @@ _log = structlog.get_logger(__name__)
 class Endpoint:
     """An ASGI application that answers with a handler; a class, so that Starlette adds nothing to it."""
 
-    def __init__(self, handler: Handler) -> None:
+    def __init__(self, handler: Handler, errors: ErrorShape = OPENAI_ERRORS) -> None:
         self._handler = handler
+        self._errors = errors
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
-        reply = Reply(send)
+        reply = Reply(send, self._errors)
         try:
             try:
                 await self._handler(scope, receive, reply)

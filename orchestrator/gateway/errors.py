@@ -1,10 +1,13 @@
-"""Errors as OpenAI's clients expect them: a status and ``{"error": {message, type, param, code}}``."""
+"""Errors that end a request: what they say, and how OpenAI's clients expect them."""
 
 from __future__ import annotations
+
+from typing import Protocol
 
 import orjson
 
 QUOTED_CHARS = 80
+DONE = b"data: [DONE]\n\n"
 
 
 class ClientGone(Exception):
@@ -32,10 +35,31 @@ class ApiError(Exception):
         self.code = code
         self.headers = headers
 
-    def body(self) -> bytes:
-        """The error body as JSON."""
-        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
-        return orjson.dumps({"error": error})
+
+class ErrorShape(Protocol):
+    """How one wire API writes an error."""
+
+    def body(self, error: ApiError) -> bytes:
+        """A reply's JSON body."""
+
+    def event(self, error: ApiError) -> bytes:
+        """The last bytes of a stream that had begun."""
+
+
+class OpenAiErrors:
+    """``{"error": {message, type, param, code}}``."""
+
+    def body(self, error: ApiError) -> bytes:
+        """The error as JSON."""
+        detail = {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}
+        return orjson.dumps({"error": detail})
+
+    def event(self, error: ApiError) -> bytes:
+        """The same as an event, and the stream's end."""
+        return b"data: %b\n\n%b" % (self.body(error), DONE)
+
+
+OPENAI_ERRORS = OpenAiErrors()
 
 
 def bad_value(param: str, message: str) -> ApiError:

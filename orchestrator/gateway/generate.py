@@ -1,10 +1,9 @@
-"""``POST /v1/chat/completions`` and ``/v1/completions``: one turn, from the request to its last byte."""
+"""One turn, from the request to its last byte, in whatever dialect it was asked for."""
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,8 +15,8 @@ from starlette.types import Receive, Scope
 from orchestrator.broker import DELTA, ERROR, Broker, DuplicateTurn, Entry, OutputReader, QueueFull
 from orchestrator.config import Config
 from orchestrator.gateway.body import read_body
-from orchestrator.gateway.chunks import KEEP_ALIVE, ChatChunks, Chunks, CompletionChunks
 from orchestrator.gateway.collect import Collector
+from orchestrator.gateway.dialects import Chunks, Dialect, Head
 from orchestrator.gateway.endpoint import Handler, until_disconnect
 from orchestrator.gateway.engines import Engines
 from orchestrator.gateway.errors import ApiError, from_entry, unavailable
@@ -26,7 +25,7 @@ from orchestrator.gateway.identity import Caller, Identities
 from orchestrator.gateway.models import Models
 from orchestrator.gateway.reply import Reply
 from orchestrator.gateway.sizer import size_turn
-from orchestrator.gateway.validate import Ask, parse_ask
+from orchestrator.gateway.validate import Ask
 from orchestrator.turns import TurnRequest
 
 # How long a turn that nobody waits for any more is tried to be cancelled.
@@ -35,11 +34,6 @@ RETRY_S = 0.1
 QUEUE_FULL_RETRY_AFTER_S = 5
 # A reply in one piece: how often its silent turn is looked after.
 SILENCE_S = 5.0
-
-CHUNKS: dict[str, Callable[[str, str, int, bool], Chunks]] = {
-    "chat": ChatChunks,
-    "completion": CompletionChunks,
-}
 
 _log = structlog.get_logger(__name__)
 
@@ -57,8 +51,8 @@ class Gateway:
     models: Models
 
 
-def generate(gateway: Gateway, api: str) -> Handler:
-    """The endpoint for the api ``chat`` or ``completion``."""
+def generate(gateway: Gateway, dialect: Dialect) -> Handler:
+    """The endpoint of one wire API."""
 
     async def handle(scope: Scope, receive: Receive, reply: Reply) -> None:
         turn = f"turn-{secrets.token_hex(10)}"
@@ -66,23 +60,25 @@ def generate(gateway: Gateway, api: str) -> Handler:
         headers = dict(scope["headers"])
         caller = gateway.identities.identify(headers)
         raw = await read_body(headers, receive, gateway.config.server.max_body_bytes)
-        ask = parse_ask(api, raw)
-        await until_disconnect(receive, partial(_turn, gateway, turn, api, caller, ask, reply))
+        ask = dialect.ask(raw)
+        await until_disconnect(receive, partial(_turn, gateway, turn, dialect, caller, ask, reply))
 
     return handle
 
 
-async def _turn(gateway: Gateway, turn: str, api: str, caller: Caller, ask: Ask, reply: Reply) -> None:
+async def _turn(
+    gateway: Gateway, turn: str, dialect: Dialect, caller: Caller, ask: Ask, reply: Reply
+) -> None:
     """Run one turn. Cancelled when the client is gone, and then so is the turn."""
     pool, model = gateway.models.resolve(ask.model)
-    size = await size_turn(gateway.engines, pool, api, ask, caller.max_turn_tokens)
+    size = await size_turn(gateway.engines, pool, dialect, ask, caller.max_turn_tokens)
     request = TurnRequest(
         id=turn,
         pool=pool,
         agent=caller.agent,
         priority=caller.priority,
         priority_class=caller.priority_class,
-        api=api,
+        api=dialect.api,
         model=model,
         body=ask.raw,
         stream=ask.stream,
@@ -90,6 +86,7 @@ async def _turn(gateway: Gateway, turn: str, api: str, caller: Caller, ask: Ask,
         gateway=gateway.id,
         created=time.time(),
     )
+    head = Head(turn, model, int(request.created), ask)
     async with gateway.reader.open(pool, turn) as stream:
         output = Output(gateway.broker, stream, pool)
         try:
@@ -97,10 +94,9 @@ async def _turn(gateway: Gateway, turn: str, api: str, caller: Caller, ask: Ask,
                 # Answered before the finally below, which may take a while without a broker.
                 await reply.fail(unavailable("the broker does not answer", "broker_unavailable"))
             elif ask.stream:
-                chunks = CHUNKS[api](turn, model, int(request.created), ask.include_usage)
-                await _stream(gateway.config, output, chunks, reply)
+                await _stream(gateway.config, output, dialect.chunks(head), reply)
             else:
-                await _collect(request, output, reply)
+                await reply.json(dialect.whole(head, await _collect(output)))
         except QueueFull as error:
             output.over = True
             retry = (b"retry-after", b"%d" % QUEUE_FULL_RETRY_AFTER_S)
@@ -148,6 +144,9 @@ async def _stream(config: Config, output: Output, chunks: Chunks, reply: Reply) 
     if failed is not None:
         raise failed
     await reply.start_stream()
+    opening = chunks.open()
+    if opening:
+        await reply.write(opening)
     keepalive_s = config.server.keepalive_s
     sent_at = time.monotonic()
     while True:
@@ -157,7 +156,7 @@ async def _stream(config: Config, output: Output, chunks: Chunks, reply: Reply) 
             return
         now = time.monotonic()
         if not data and now - sent_at >= keepalive_s:
-            data = KEEP_ALIVE
+            data = chunks.keep_alive()
         if data:
             await reply.write(data)
             sent_at = now
@@ -183,10 +182,9 @@ def _early_failure(entries: list[Entry]) -> ApiError | None:
     return None
 
 
-async def _collect(request: TurnRequest, output: Output, reply: Reply) -> None:
-    """Send the turn's output in one piece, however long it takes."""
+async def _collect(output: Output) -> Collector:
+    """The turn's whole output, however long it takes. Raises ApiError when the turn failed."""
     collector = Collector()
     while not collector.over:
         collector.add(await output.next(SILENCE_S))
-    make = collector.chat if request.api == "chat" else collector.completion
-    await reply.json(make(request.id, request.model, int(request.created)))
+    return collector

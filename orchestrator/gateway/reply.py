@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from starlette.types import Message, Send
 
-from orchestrator.gateway.chunks import error_event
-from orchestrator.gateway.errors import ApiError, ClientGone
+from orchestrator.gateway.errors import OPENAI_ERRORS, ApiError, ClientGone, ErrorShape
 
 JSON_TYPE = (b"content-type", b"application/json")
 STREAM_HEADERS = [
@@ -23,8 +22,9 @@ Header = tuple[bytes, bytes]
 class Reply:
     """What has been sent of a reply. Every method may raise ClientGone."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, errors: ErrorShape = OPENAI_ERRORS) -> None:
         self._send = send
+        self._errors = errors
         self._headers: list[Header] = []
         self._started = False
         self._streaming = False
@@ -64,9 +64,9 @@ class Reply:
         Does nothing to a reply that is complete, or of one piece and on its way.
         """
         if not self._started:
-            await self.json(error.body(), error.status, error.headers)
+            await self.json(self._errors.body(error), error.status, error.headers)
         elif self._streaming and not self._complete:
-            await self.end(error_event(error.body()))
+            await self.end(self._errors.event(error))
 
     async def _start(self, status: int, headers: list[Header]) -> None:
         self._started = True

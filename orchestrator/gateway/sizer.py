@@ -17,6 +17,7 @@ import anyio
 import structlog
 
 from backends.protocol import EngineInfo, EngineRefused, EngineUnavailable
+from orchestrator.gateway.dialects import Dialect
 from orchestrator.gateway.engines import Engines
 from orchestrator.gateway.errors import ApiError, unavailable
 from orchestrator.gateway.validate import Ask
@@ -113,9 +114,11 @@ async def _await_engine(engines: Engines, pool: str) -> EngineInfo:
     raise unavailable(message, "engine_unavailable")
 
 
-async def size_turn(engines: Engines, pool: str, api: str, ask: Ask, max_turn_tokens: int) -> TurnSize:
+async def size_turn(
+    engines: Engines, pool: str, dialect: Dialect, ask: Ask, max_turn_tokens: int
+) -> TurnSize:
     """Size a turn. Raises ApiError when the prompt does not fit, the engine refuses it or is not there."""
-    param = "messages" if api == "chat" else "prompt"
+    api, param = dialect.api, dialect.prompt_field
     limit = max_turn_tokens if ask.max_tokens is None else min(ask.max_tokens, max_turn_tokens)
     bound = prompt_bound(ask.body, len(ask.raw))
     info = engines.info(pool) or await _await_engine(engines, pool)

@@ -32,18 +32,22 @@ class Ask:
     include_usage: bool
 
 
-def parse_ask(api: str, raw: bytes) -> Ask:
-    """Read and check a body for the api ``chat`` or ``completion``. Raises ApiError (400)."""
-    body = _parse(raw)
-    private = [key for key in body if key.startswith(PRIVATE_PREFIX)]
-    if private:
-        for key in private:
-            del body[key]
-        raw = orjson.dumps(body)
-    if api == "chat":
-        _check_messages(body.get("messages"))
-    else:
-        _check_prompt(body.get("prompt"))
+def chat_ask(raw: bytes) -> Ask:
+    """Read and check a chat's body. Raises ApiError (400)."""
+    body, raw = _read(raw)
+    check_messages(body.get("messages"))
+    return make_ask(raw, body)
+
+
+def completion_ask(raw: bytes) -> Ask:
+    """Read and check a completion's body. Raises ApiError (400)."""
+    body, raw = _read(raw)
+    _check_prompt(body.get("prompt"))
+    return make_ask(raw, body)
+
+
+def make_ask(raw: bytes, body: dict[str, Any]) -> Ask:
+    """What a body with a good prompt asks for. Raises ApiError (400)."""
     model = body.get("model")
     if model is not None and not isinstance(model, str):
         raise bad_value("model", "must be a string")
@@ -58,7 +62,19 @@ def parse_ask(api: str, raw: bytes) -> Ask:
     return Ask(raw, body, model, _limit(body), bool(stream), include_usage)
 
 
-def _parse(raw: bytes) -> dict[str, Any]:
+def _read(raw: bytes) -> tuple[dict[str, Any], bytes]:
+    """The body without the service's own fields, and its bytes."""
+    body = parse_body(raw)
+    private = [key for key in body if key.startswith(PRIVATE_PREFIX)]
+    if not private:
+        return body, raw
+    for key in private:
+        del body[key]
+    return body, orjson.dumps(body)
+
+
+def parse_body(raw: bytes) -> dict[str, Any]:
+    """A body as JSON. Raises ApiError (400)."""
     try:
         body = orjson.loads(raw)
         if raw.count(b"{") + raw.count(b"[") > WRITABLE_DEPTH:
@@ -77,7 +93,8 @@ def _parse(raw: bytes) -> dict[str, Any]:
     return body
 
 
-def _check_messages(messages: Any) -> None:
+def check_messages(messages: Any) -> None:
+    """Raises ApiError (400) unless it is a list of messages."""
     if not isinstance(messages, list) or not messages:
         raise bad_value("messages", "must be a list with at least one message")
     if not all(isinstance(message, dict) for message in messages):

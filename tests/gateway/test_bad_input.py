@@ -15,8 +15,8 @@ from redis.asyncio import Redis
 from backends.protocol import EngineRefused
 from orchestrator.broker import Broker, OutputReader, QueueFull
 from orchestrator.gateway import create_app
+from orchestrator.gateway.dialects import ChatCompletions, Completions, Dialect
 from orchestrator.gateway.errors import ApiError
-from orchestrator.gateway.validate import parse_ask
 from orchestrator.turns import TurnRequest
 from tests.gateway.harness import (
     GATEWAY,
@@ -214,11 +214,11 @@ def _encode(value: Any) -> bytes:
 
 
 @settings(deadline=None)
-@given(st.sampled_from(["chat", "completion"]), BODIES)
-def test_what_is_accepted_passes_unchanged(api: str, value: dict[str, Any]) -> None:
+@given(st.sampled_from([ChatCompletions(), Completions()]), BODIES)
+def test_what_is_accepted_passes_unchanged(dialect: Dialect, value: dict[str, Any]) -> None:
     raw = _encode(value)
     try:
-        ask = parse_ask(api, raw)
+        ask = dialect.ask(raw)
     except ApiError as error:
         assert error.status == 400
         return

@@ -9,8 +9,11 @@ import pytest
 
 from orchestrator.broker import Entry
 from orchestrator.gateway.collect import Collector
+from orchestrator.gateway.dialects import Completions, Head
 from orchestrator.gateway.errors import ApiError
+from orchestrator.gateway.validate import completion_ask
 
+HEAD = Head("t", "m", 1, completion_ask(b'{"prompt":"p"}'))
 END: Entry = ["e", "tool_calls", {"total_tokens": 3}]
 
 
@@ -21,9 +24,7 @@ def message_of(*parts: dict[str, Any]) -> dict[str, Any]:
         collector.add([["d", part, 1, []]])
     collector.add([END])
     assert collector.over
-    message = orjson.loads(collector.chat("t", "m", 1))["choices"][0]["message"]
-    assert isinstance(message, dict)
-    return message
+    return collector.message()
 
 
 def test_tool_calls_are_merged_by_index() -> None:
@@ -65,7 +66,7 @@ def test_logprobs_are_joined() -> None:
     for number in (1, 2):
         collector.add([["d", {"text": "x", "_logprobs": {"content": [number], "kind": "k"}}, 1, []]])
     collector.add([END])
-    choice = orjson.loads(collector.completion("t", "m", 1))["choices"][0]
+    choice = orjson.loads(Completions().whole(HEAD, collector))["choices"][0]
     assert choice["logprobs"] == {"content": [1, 2], "kind": "k"}
 
 

@@ -14,19 +14,20 @@ from hypothesis import strategies as st
 from backends.kv_shape import KvShape
 from backends.protocol import EngineInfo, EngineRefused, EngineUnavailable, KvLayout
 from orchestrator.gateway import sizer
+from orchestrator.gateway.dialects import ChatCompletions
 from orchestrator.gateway.errors import ApiError
 from orchestrator.gateway.sizer import prompt_bound, size_turn
-from orchestrator.gateway.validate import Ask, parse_ask
+from orchestrator.gateway.validate import Ask, chat_ask
 from orchestrator.turns import TurnSize
 from tests.gateway.harness import FakeEngines, make_info
 
 
 def ask(text: str = "hello", **fields: Any) -> Ask:
-    return parse_ask("chat", orjson.dumps({"messages": [{"role": "user", "content": text}], **fields}))
+    return chat_ask(orjson.dumps({"messages": [{"role": "user", "content": text}], **fields}))
 
 
 async def size(engines: FakeEngines, request: Ask, most: int = 500) -> TurnSize:
-    return await size_turn(engines, "default", "chat", request, most)
+    return await size_turn(engines, "default", ChatCompletions(), request, most)
 
 
 async def test_a_small_turn_costs_no_call() -> None:
@@ -144,7 +145,7 @@ async def test_an_engine_that_refuses() -> None:
 async def test_images_have_no_bound() -> None:
     content = [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": "http://a/b"}}]
     engines = FakeEngines(count=800)
-    request = parse_ask("chat", orjson.dumps({"messages": [{"content": content}]}))
+    request = chat_ask(orjson.dumps({"messages": [{"content": content}]}))
     assert await size(engines, request) == TurnSize(800, 500, exact=True)
     assert not (await size(engines, ask("x", tools=[{"type": "function"}]))).exact
 
