@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from orchestrator.turns import TurnRequest, TurnSize, TurnState
+from orchestrator.turns import Kept, TurnRequest, TurnSize, TurnState
 
 
 @dataclass(frozen=True, slots=True)

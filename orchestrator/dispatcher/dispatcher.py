@@ -228,6 +228,7 @@ class Dispatcher:
             run.prompt_tokens = told.prompt_tokens or record.prompt_tokens
             run.cached_tokens = told.cached_tokens
             run.preemptions, run.reevaluated = record.preemptions, record.tokens_reevaluated
+            run.evaluated = run.prompt_tokens + run.n_tokens if run.n_tokens else 0
             if told.ended is not None:
                 await self._close_recovered(run, told.ended)
                 continue
@@ -464,6 +465,7 @@ class Dispatcher:
 
     async def _cut(self, run: TurnRun, end: Cut, resident: bool) -> None:
         was_running, run.running = run.running, False
+        run.evaluated = max(run.evaluated, end.kv_tokens)
         self._handle(Paused(run.id, end.kv_tokens, resident))
         if not was_running:
             return
@@ -514,6 +516,8 @@ class Dispatcher:
         if not await self._backend.healthy():
             await self._engine_lost()
         was_running, run.running = run.running, False
+        if run.n_tokens:
+            run.evaluated = max(run.evaluated, run.prompt_tokens + run.n_tokens)
         entry = timeline_entry("interrupted", error=str(error), tokens=run.n_tokens)
         if was_running:
             run.status("paused")
@@ -593,7 +597,7 @@ class Dispatcher:
             fields: dict[str, str | int | float] = {"prompt_tokens": run.prompt_tokens}
             counters = {}
         else:
-            reevaluated = prompt_tokens - cached_tokens
+            reevaluated = max(0, min(prompt_tokens, run.evaluated) - cached_tokens)
             run.reevaluated += reevaluated
             run.status("resumed")
             entry = timeline_entry(

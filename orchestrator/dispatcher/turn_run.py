@@ -23,7 +23,8 @@ class TurnRun:
     Redis. Times are monotonic seconds: `commanded_at` is when its segment was decided, `asked_at` when the
     engine was asked, a restore before that being over. `tier`: where the segment's KV was, None for a first
     one; `evaluating`: the prompt tokens it had to evaluate; `resume_cost_s`: from command to token, over all
-    resumes.
+    resumes. `evaluated`: the most tokens of prompt and reply that were ever evaluated; only these can be
+    evaluated again, the rest of a prompt that was cut is new.
     """
 
     record: TurnRecord
@@ -45,6 +46,7 @@ class TurnRun:
     commanded_at: float = 0.0
     asked_at: float = 0.0
     evaluating: int = 0
+    evaluated: int = 0
     resume_cost_s: float = 0.0
     preempted_by: str | None = None
     prompt_tokens: int = 0

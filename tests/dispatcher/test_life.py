@@ -11,6 +11,7 @@ from redis.asyncio import Redis
 
 from backends.llamacpp import LlamaCppBackend
 from backends.protocol import Generation, KvLayout, ReplySoFar
+from backends.simulated import TimingProfile
 from orchestrator.broker import PoolEvent
 from orchestrator.dispatcher import Dispatcher
 from orchestrator.turns import TurnSize, TurnState
@@ -95,6 +96,22 @@ async def test_a_turn_is_preempted_and_goes_on(redis: Redis, valkey_url: str, na
         assert counters["preemptions"] == counters["resumes"] == len(pauses)
         assert counters["tokens_reevaluated"] <= 2 * len(pauses)
         await s.until_idle()
+
+
+async def test_the_rest_of_a_prompt_that_was_cut_is_not_evaluated_again(
+    redis: Redis, valkey_url: str
+) -> None:
+    slow = TimingProfile(base_step_s=0.002, prefill_tokens_per_s=2_000)
+    async with swarm(redis, valkey_url, profile=slow) as s:
+        await s.start(s.dispatcher(decode_slots=1))
+        prompt = "Read " + "and " * 1500 + "[len=5]"
+        turn = await s.submit(prompt)
+        await s.until_state(turn, TurnState.RUNNING)
+        await s.check_done(await s.submit("Urgent [len=5]", 100), "Urgent [len=5]")
+        await s.check_done(turn, prompt, 200)
+        [resumed] = [line for line in await s.broker.timeline(POOL, turn) if line["event"] == "resumed"]
+        assert resumed["cached_tokens"] < 1000 < (await s.record(turn)).prompt_tokens
+        assert resumed["tokens_reevaluated"] <= 64, "at most the batch that was under way"
 
 
 @ways
