@@ -18,7 +18,7 @@ from rich.text import Text
 from orchestrator.cli.common import fail, load, root_cause, writable_json
 from orchestrator.cli.figures import plain
 from orchestrator.cli.simulate_options import LABELS, OFF, ON, Given, Study, understand
-from orchestrator.cli.simulate_sweep import print_csv, show_sweep, sweep_preset, write_sweep
+from orchestrator.cli.simulate_sweep import print_csv, run_grid, show_sweep, write_sweep
 from orchestrator.cli.simulate_text import as_json, show
 from orchestrator.cli.simulate_timeline import timeline_text
 from orchestrator.cli.styles import PAUSED
@@ -102,18 +102,10 @@ def _timelines(preset: Preset) -> dict[str, Timeline]:
     return {name: record(preset.example(preemption=name == ON), until_s=EXAMPLE_S) for name in (OFF, ON)}
 
 
-def _sweep(
-    grid: str,
-    preset: str | None,
-    hours: float | None,
-    seed: int,
-    csv: Path | None,
-    chart: Path | None,
-    as_csv: bool,
-) -> None:
+def _sweep(grid: str, given: Given, csv: Path | None, chart: Path | None, as_csv: bool) -> None:
     try:
         with _progress() as advance:
-            title, changing, rows = sweep_preset(grid, preset, hours, seed, advance)
+            title, changing, rows = run_grid(grid, given, advance)
         try:
             write_sweep(rows, title, csv, chart)
         except OSError as error:
@@ -203,7 +195,7 @@ def add_to(app: typer.Typer) -> None:
             str | None,
             typer.Option(
                 metavar="GRID",
-                help='Vary the preset: "slots=4,8 preemption=on,off load=0.5..0.9:0.2".',
+                help='Vary the preset or the swarm: "slots=4,8 preemption=on,off load=0.5..0.9:0.2".',
             ),
         ] = None,
         csv: Annotated[
@@ -228,12 +220,12 @@ def add_to(app: typer.Typer) -> None:
         if calibrate is not None:
             _calibrate(config, calibrate)
             return
+        given = Given(preset, config, engine, pool, trace, hours, turns, replications, seed, off, on)
         if sweep is not None:
-            _sweep(sweep, preset, hours, seed, csv, chart, json_wanted)
+            _sweep(sweep, given, csv, chart, json_wanted)
             return
         if csv is not None:
             _refuse("--csv goes with --sweep")
-        given = Given(preset, config, engine, pool, trace, hours, turns, replications, seed, off, on)
         try:
             study = understand(given)
             if (text or chart is not None) and study.preset is None:

@@ -12,11 +12,13 @@ from backends.managed.settings import EngineSettingsError, model_path
 from backends.model_shape import KvUnknown
 from backends.protocol import EngineInfo, KvLayout
 from orchestrator.config import Config
+from orchestrator.config.checks import CACHE_TYPES
 from orchestrator.config.schema import Agent, default_engine_slots
 from orchestrator.config.schema import Backend as BackendConfig
 from orchestrator.dispatcher.options import DispatcherOptions
 from orchestrator.dispatcher.sizing import SWAP_MOST_BYTES, make_policy, within_budget
 from orchestrator.simulation import BackendSetup, Demo, EngineModel, Setup, Several, SimulationError, Workload
+from orchestrator.simulation.sweep import Base, TimesTheClients
 
 #: What a backend without a calibration is taken for: the bundled model on two CPU cores, where a step of
 #: eight lanes takes about 25 ms.
@@ -77,6 +79,42 @@ def swarm_of(config: Config, model: EngineModel | None, pool: str | None, worklo
         ),
         tuple(remarks),
     )
+
+
+def sweep_base(config: Config, model: EngineModel | None, pool: str | None) -> Base:
+    """What a sweep of a configuration starts from: its only backend, and its agents as they are.
+
+    Raises SimulationError.
+    """
+    swarm = swarm_of(config, model, pool, None)
+    if len(swarm.setup.backends) > 1:
+        raise SimulationError("--sweep varies one backend; this pool has several")
+    backend = swarm.setup.backends[0]
+    chosen = next(each for each in config.backends if each.name == backend.name)
+    kv, token_bytes = _token_bytes(chosen)
+    budget = backend.policy.kv_budget_tokens
+    return Base(
+        backend,
+        swarm.setup.classes,
+        TimesTheClients(_agents(config), swarm.setup.top_class),
+        load=1.0,
+        kv=kv,
+        kv_bytes=budget * token_bytes[kv] if budget is not None and kv in token_bytes else None,
+        token_bytes=token_bytes,
+    )
+
+
+def _token_bytes(backend: BackendConfig) -> tuple[str, dict[str, int]]:
+    """The cache type that is configured, and what a token takes by cache type, where the model tells."""
+    managed = backend.managed
+    if managed is None or managed.cache_type_k != managed.cache_type_v:
+        return "as configured", {}
+    found = {}
+    for name in CACHE_TYPES:
+        kv = _kv_of(backend, name)
+        if kv is not None:
+            found[name] = kv.token_bytes + kv.window_token_bytes
+    return managed.cache_type_k, found
 
 
 def _agents(config: Config) -> tuple[Demo, ...]:
@@ -163,12 +201,14 @@ def _engine(backend: BackendConfig) -> EngineInfo:
     )
 
 
-def _kv_of(backend: BackendConfig) -> KvShape | None:
+def _kv_of(backend: BackendConfig, cache_type: str | None = None) -> KvShape | None:
+    """KV as configured, or with another cache type."""
     managed = backend.managed
     assert managed is not None
-    if backend.kv_bytes_per_token is not None:
+    if backend.kv_bytes_per_token is not None and cache_type is None:
         return KvShape(backend.kv_bytes_per_token)
+    types = (cache_type or managed.cache_type_k, cache_type or managed.cache_type_v)
     try:
-        return read_model(model_path(managed.model)).kv(managed.cache_type_k, managed.cache_type_v)
+        return read_model(model_path(managed.model)).kv(*types)
     except (EngineSettingsError, NotGguf, KvUnknown, OSError):
         return None

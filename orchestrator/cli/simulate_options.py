@@ -66,23 +66,34 @@ class Study:
 
 def understand(given: Given) -> Study:
     """The study. Raises SimulationError; a configuration's own mistakes end the program."""
-    if (given.preset is None) == (given.config is None):
-        raise SimulationError(
-            f"give --preset ({', '.join(PRESETS)}) or --config FILE, one of the two"
-            + ("" if given.preset is None else ", not both")
-        )
+    check_source(given)
     if given.hours is not None and given.turns is not None:
         raise SimulationError("--hours and --turns are two ways to say when it ends: give one")
     return _of_preset(given) if given.preset is not None else _of_config(given)
 
 
-def _of_preset(given: Given) -> Study:
+def check_source(given: Given) -> None:
+    """Raises SimulationError unless there is a preset or a configuration."""
+    if (given.preset is None) == (given.config is None):
+        raise SimulationError(
+            f"give --preset ({', '.join(PRESETS)}) or --config FILE, one of the two"
+            + ("" if given.preset is None else ", not both")
+        )
+
+
+def preset_of(given: Given) -> Preset:
+    """The preset that was named. Raises SimulationError."""
     preset = PRESETS.get(given.preset or "")
     if preset is None:
         raise SimulationError(f"--preset: {plain(given.preset)} is not among {', '.join(PRESETS)}")
     for option in ("engine", "pool", "trace"):
         if getattr(given, option) is not None:
             raise SimulationError(f"--{option} goes with --config; a preset has its own")
+    return preset
+
+
+def _of_preset(given: Given) -> Study:
+    preset = preset_of(given)
     columns = {name: preset.setup(preemption=name == ON) for name in _columns(given)}
     replications = given.replications or preset.replications
     return _study(given, preset.title, columns, preset.hours, preset.warmup_s, replications, preset=preset)

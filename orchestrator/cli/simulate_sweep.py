@@ -9,38 +9,49 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from orchestrator.cli.common import load
 from orchestrator.cli.figures import duration, plain
+from orchestrator.cli.simulate_config import sweep_base
+from orchestrator.cli.simulate_options import Given, check_source, engine_model, preset_of
 from orchestrator.simulation import SimulationError
-from orchestrator.simulation.presets import PRESETS
-from orchestrator.simulation.sweep import SweepRow, cell, csv_text, run_sweep
+from orchestrator.simulation.sweep import Base, SweepRow, cell, csv_text, run_sweep
 from orchestrator.simulation.sweep_chart import draw_sweep
 from orchestrator.simulation.sweep_grid import PARAMETERS, SweepError, parse_sweep
 
 SWEEP_HOURS = 1.0
 
 
-def sweep_preset(
-    grid: str, preset: str | None, hours: float | None, seed: int, advance: Callable[[float, str], None]
+def run_grid(
+    grid: str, given: Given, advance: Callable[[float, str], None]
 ) -> tuple[str, tuple[str, ...], list[SweepRow]]:
     """Title, what changes, and the rows. Raises SimulationError."""
-    machine = PRESETS.get(preset or "")
-    if machine is None:
-        raise SimulationError(f"--sweep goes with --preset, one of {', '.join(PRESETS)}")
+    title, base = _base(given)
     try:
         sweep = parse_sweep(grid)
         runs = sweep.runs
         rows = list(
             run_sweep(
                 sweep,
-                machine.base(),
-                until_s=(hours or SWEEP_HOURS) * 3600,
-                seed=seed,
+                base,
+                until_s=(given.hours or SWEEP_HOURS) * 3600,
+                seed=given.seed,
                 advance=lambda done, what: advance(done / runs, what),
             )
         )
     except SweepError as error:
         raise SimulationError(str(error)) from None
-    return machine.title, sweep.changing, rows
+    return title, sweep.changing, rows
+
+
+def _base(given: Given) -> tuple[str, Base]:
+    check_source(given)
+    if given.trace is not None or given.turns is not None:
+        raise SimulationError("--sweep has its own load and length: leave --trace and --turns out")
+    if given.config is not None:
+        config = load(given.config)
+        return plain(given.config), sweep_base(config, engine_model(given.engine), given.pool)
+    machine = preset_of(given)
+    return machine.title, machine.base()
 
 
 def write_sweep(rows: list[SweepRow], title: str, csv: Path | None, chart: Path | None) -> None:

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from orchestrator.scheduler import Policy
 from orchestrator.simulation.engine_model import EngineModel
 from orchestrator.simulation.setup import BackendSetup, Setup
-from orchestrator.simulation.sweep import Background, Base
+from orchestrator.simulation.sweep import Background, Base, PartOfCapacity
 from orchestrator.simulation.workload import REFERENCE, Arrival, ClosedLoop, Fixed, Recorded, Several
 
 QUANTILES = (0.5, 0.9, 0.99)
@@ -67,8 +67,10 @@ class Preset:
         return Base(
             backend=self._backend(True, first_slots=2),
             classes=CLASSES,
-            foreground=ClosedLoop("person", "foreground", output=Fixed(39), prompt=Fixed(32), think_s=8.0),
-            background=Background("swarm", "background", REFERENCE, MEAN_TOKENS, Fixed(32), 32.0),
+            workload=PartOfCapacity(
+                ClosedLoop("person", "foreground", output=Fixed(39), prompt=Fixed(32), think_s=8.0),
+                Background("swarm", "background", REFERENCE, MEAN_TOKENS, Fixed(32), 32.0),
+            ),
             kv_bytes=KV_BYTES,
             token_bytes=TOKEN_BYTES,
         )

@@ -19,7 +19,7 @@ from orchestrator.simulation.outcome import Outcome
 from orchestrator.simulation.setup import BackendSetup, Setup
 from orchestrator.simulation.simulation import simulate
 from orchestrator.simulation.sweep_grid import PARAMETERS, Point, Sweep, SweepError
-from orchestrator.simulation.workload import Poisson, Several, Sizes, Workload
+from orchestrator.simulation.workload import Demo, Poisson, Several, Sizes, Workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +39,64 @@ class Background:
 
 
 @dataclass(frozen=True, slots=True)
+class PartOfCapacity:
+    """`load` is the part of all that the decode slots can do that the background asks for.
+
+    `foreground` is the same at every load.
+    """
+
+    foreground: Workload
+    background: Background
+
+    def __call__(self, load: float, backend: BackendSetup) -> Workload:
+        """Who asks at this load."""
+        return Several((self.foreground, self.background.at(load * self._turns_per_s(backend))))
+
+    def _turns_per_s(self, backend: BackendSetup) -> float:
+        """Background turns that all decode slots could end in a second, if they did nothing else.
+
+        A turn takes a step for each token of its reply, and its prompt's tokens what they add to the steps of
+        all; contexts are taken halfway through the reply.
+        """
+        lanes, model = backend.policy.decode_slots, backend.model
+        each = self.background
+        context = int(lanes * (each.mean_prompt + each.mean_output / 2))
+        step_s = model.step_s(lanes, context, 0, 0)
+        prompt_s = lanes * each.mean_prompt * model.prefill_token_s
+        return lanes / (each.mean_output * step_s + prompt_s)
+
+
+@dataclass(frozen=True, slots=True)
+class TimesTheClients:
+    """`load` multiplies the clients of every agent below the top class; half clients are rounded up."""
+
+    agents: tuple[Demo, ...]
+    top_class: str
+
+    def __call__(self, load: float, backend: BackendSetup) -> Workload:
+        """Who asks at this load."""
+        return Several(
+            tuple(
+                agent
+                if agent.priority_class == self.top_class
+                else replace(agent, clients=max(1, math.floor(agent.clients * load + 0.5)))
+                for agent in self.agents
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Base:
     """What a sweep changes, and what stays.
 
-    `foreground` is the same at every load. `kv_bytes`: memory for KV, and `token_bytes` what a token takes of
-    it by cache type; `kv` is the type that `backend` was made for and its model measured with. Without
+    `workload` says who asks at a load. `kv_bytes`: memory for KV, and `token_bytes` what a token takes of it
+    by cache type; `kv` is the type that `backend` was made for and its model measured with. Without
     `kv_bytes` there is nothing that a cache type would change.
     """
 
     backend: BackendSetup
     classes: Mapping[str, int]
-    foreground: Workload
-    background: Background
+    workload: Callable[[float, BackendSetup], Workload]
     load: float = 0.9
     kv: str = "f16"
     kv_bytes: int | None = None
@@ -60,9 +106,8 @@ class Base:
         """One point's simulation. Raises SweepError for a cache type whose bytes are unknown."""
         model, policy = self._with_kv(point, self._policy(point))
         backend = replace(self.backend, policy=policy, model=model)
-        per_s = (point.load if point.load is not None else self.load) * self._turns_per_s(backend)
-        workload = Several((self.foreground, self.background.at(per_s)))
-        return Setup((backend,), self.classes, workload)
+        load = point.load if point.load is not None else self.load
+        return Setup((backend,), self.classes, self.workload(load, backend))
 
     def _policy(self, point: Point) -> Policy:
         policy = self.backend.policy
@@ -104,26 +149,16 @@ class Base:
         swap = policy.swap and replace(policy.swap, token_bytes=bytes_)
         return model, replace(policy, kv_budget_tokens=self.kv_bytes // bytes_, swap=swap)
 
-    def _turns_per_s(self, backend: BackendSetup) -> float:
-        """Background turns that all decode slots could end in a second, if they did nothing else.
-
-        A turn takes a step for each token of its reply, and its prompt's tokens what they add to the steps of
-        all; contexts are taken halfway through the reply.
-        """
-        lanes, model = backend.policy.decode_slots, backend.model
-        each = self.background
-        context = int(lanes * (each.mean_prompt + each.mean_output / 2))
-        step_s = model.step_s(lanes, context, 0, 0)
-        prompt_s = lanes * each.mean_prompt * model.prefill_token_s
-        return lanes / (each.mean_output * step_s + prompt_s)
-
 
 # Running ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class SweepRow:
-    """One replication of one point. `wait_*` and `first_token_*` are the highest class's, in seconds."""
+    """One replication of one point. `wait_*` and `first_token_*` are the highest class's, in seconds.
+
+    `background_*` is of all classes below it.
+    """
 
     slots: int
     spare: int
@@ -187,9 +222,11 @@ def _label(point: Point) -> str:
 
 def _row(base: Base, point: Point, setup: Setup, outcome: Outcome) -> SweepRow:
     policy = setup.backends[0].policy
-    top, background = outcome.classes[setup.top_class], outcome.classes[base.background.priority_class]
+    top, figures = outcome.classes[setup.top_class], list(outcome.classes.values())
     engine = outcome.backends[setup.backends[0].name]
-    figures = list(outcome.classes.values())
+    background = {name: each for name, each in outcome.classes.items() if name != setup.top_class}
+    turns = sum(each.turns for each in background.values())
+    whole_s = sum(each.turns * each.whole.mean for each in background.values() if each.turns)
 
     def resumes(tier: str) -> int:
         return sum(each.resumes[tier] for each in figures)
@@ -213,9 +250,9 @@ def _row(base: Base, point: Point, setup: Setup, outcome: Outcome) -> SweepRow:
         first_token_p50_s=top.first_token.quantile(0.5),
         first_token_p90_s=top.first_token.quantile(0.9),
         first_token_p99_s=top.first_token.quantile(0.99),
-        background_turns=background.turns,
-        background_tokens_per_s=outcome.tokens_per_s(base.background.priority_class),
-        background_whole_mean_s=background.whole.mean,
+        background_turns=turns,
+        background_tokens_per_s=sum(outcome.tokens_per_s(name) for name in background),
+        background_whole_mean_s=whole_s / turns if turns else math.nan,
         preemptions=sum(each.preemptions for each in figures),
         resident_resumes=resumes("resident"),
         swapped_resumes=resumes("swapped"),

@@ -28,7 +28,8 @@ class Point:
     """One point of the grid; None: as it is without the sweep.
 
     `slots` decode slots and `spare` engine slots beyond them. `kv`: what KV is kept in. `load`: what the
-    background asks for, as a part of all that the decode slots could do.
+    background asks for, as a part of all that the decode slots could do; of a configured swarm, how many
+    times its clients.
     """
 
     slots: int | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import sys
 from pathlib import Path
@@ -202,21 +203,41 @@ def test_presets_are_named_in_the_help(swarm: Swarm) -> None:
 
 
 def test_a_sweep_is_a_table_a_csv_and_a_chart(swarm: Swarm, tmp_path: Path) -> None:
-    csv, chart = tmp_path / "s.csv", tmp_path / "s.svg"
+    table, chart = tmp_path / "s.csv", tmp_path / "s.svg"
     words = ("simulate", "--preset", "rx9070xt", "--hours", "0.05", "--sweep", "slots=4,8 preemption=on,off")
-    outcome = swarm(*words, "--csv", str(csv), "--chart", str(chart))
+    outcome = swarm(*words, "--csv", str(table), "--chart", str(chart))
     assert outcome.code == 0, outcome.err
-    lines = csv.read_text().splitlines()
+    lines = table.read_text().splitlines()
     assert len(lines) == 5 and lines[0].startswith("slots,spare,preemption,load,")
     assert "preemption" in outcome.out and "worst" in outcome.out
     assert ElementTree.parse(chart).getroot().tag.endswith("svg")
-    assert swarm(*words, "--json").out == csv.read_text(), "the same seed, the same bytes"
+    assert swarm(*words, "--json").out == table.read_text(), "the same seed, the same bytes"
+
+
+def test_a_sweep_of_ones_own_swarm(swarm: Swarm, config: Path) -> None:
+    grid = "slots=1,2 load=1,3 kv=f16,q8_0"
+    outcome = swarm("simulate", "-c", config, "--hours", "0.05", "--sweep", grid, "--json")
+    assert outcome.code == 0, outcome.err
+    rows = list(csv.DictReader(outcome.out.splitlines()))
+    assert len(rows) == 8
+    assert {row["kv_budget_tokens"] for row in rows if row["kv"] == "q8_0"} != {
+        row["kv_budget_tokens"] for row in rows if row["kv"] == "f16"
+    }
+    waits = {(row["slots"], row["load"]): float(row["background_whole_mean_s"]) for row in rows}
+    assert waits["1", "3"] > waits["1", "1"] > waits["2", "1"]
+
+
+def test_a_sweep_of_several_backends_is_refused(swarm: Swarm, config: Path) -> None:
+    other = "  - {name: two, url: 'http://127.0.0.1:1', decode_slots: 2}\nagents:"
+    config.write_text(CONFIG.replace("agents:", other))
+    assert "--sweep varies one backend" in refused(swarm("simulate", "-c", config, "--sweep", "slots=4"))
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--sweep", "slots=4"), "--sweep goes with --preset"),
+        (("--sweep", "slots=4"), "give --preset (rx9070xt) or --config FILE"),
+        (("--preset", "rx9070xt", "--sweep", "slots=4", "--turns", "9"), "leave --trace and --turns out"),
         (("--preset", "rx9070xt", "--sweep", "speed=9"), "'speed=9' is not one of"),
         (("--preset", "rx9070xt", "--csv", "x.csv"), "--csv goes with --sweep"),
         (("--calibrate", "x.json"), "--calibrate goes with --config"),

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agents.workload import Lengths
+from agents.workload import Workload as AgentWorkload
 from orchestrator.scheduler import Policy, SwapPolicy
 from orchestrator.simulation.engine_model import EngineModel
 from orchestrator.simulation.setup import BackendSetup
-from orchestrator.simulation.sweep import COLUMNS, Background, Base, SweepRow, csv_text, run_sweep
+from orchestrator.simulation.sweep import (
+    COLUMNS,
+    Background,
+    Base,
+    PartOfCapacity,
+    SweepRow,
+    TimesTheClients,
+    csv_text,
+    run_sweep,
+)
 from orchestrator.simulation.sweep_chart import axis, draw_sweep, series
 from orchestrator.simulation.sweep_grid import MAX_RUNS, Point, SweepError, parse_sweep
-from orchestrator.simulation.workload import Fixed, Poisson
+from orchestrator.simulation.workload import Demo, Fixed, Poisson
 
 PRIORITIES = {"foreground": 100, "background": 20}
 MODEL = EngineModel(0.01, lane_s=0.001, running_token_s=1e-6, save_token_s=1e-5)
@@ -24,8 +36,10 @@ def base(*, kv_bytes: int | None = None) -> Base:
     return Base(
         BackendSetup("one", Policy(4, 6, first_slots=1, priorities=(20, 100)), MODEL),
         PRIORITIES,
-        Poisson("editor", "foreground", 0.5, Fixed(5), Fixed(20)),
-        Background("tester", "background", Fixed(100), 100.0, Fixed(50), 50.0),
+        PartOfCapacity(
+            Poisson("editor", "foreground", 0.5, Fixed(5), Fixed(20)),
+            Background("tester", "background", Fixed(100), 100.0, Fixed(50), 50.0),
+        ),
         kv_bytes=kv_bytes,
         token_bytes={"f16": 1000, "q8_0": 531},
     )
@@ -129,14 +143,7 @@ def test_kv_precision_of_files() -> None:
     grown = base(kv_bytes=1_000_000)
     swap = SwapPolicy(10_000_000, token_bytes=1000)
     policy = Policy(4, 6, swap=swap, priorities=(20, 100))
-    grown = Base(
-        BackendSetup("one", policy, MODEL),
-        grown.classes,
-        grown.foreground,
-        grown.background,
-        kv_bytes=grown.kv_bytes,
-        token_bytes=grown.token_bytes,
-    )
+    grown = replace(grown, backend=BackendSetup("one", policy, MODEL))
     found = grown.setup(Point(kv="q8_0")).backends[0].policy.swap
     assert found is not None
     assert found.token_bytes == 531
@@ -154,6 +161,17 @@ def test_the_load_is_a_part_of_what_the_slots_can_do() -> None:
     # Four lanes with 50 + 50 tokens each, and prompts that cost nothing.
     capacity = 4 / MODEL.step_s(4, 400, 0, 0)
     assert row.background_tokens_per_s == pytest.approx(0.5 * capacity, rel=0.1)
+
+
+@pytest.mark.parametrize(("load", "clients"), [(1.0, 4), (0.1, 1), (0.5, 2), (1.4, 6), (2.0, 8)])
+def test_the_load_of_a_swarm_is_its_clients(load: float, clients: int) -> None:
+    turns = AgentWorkload(Lengths.fixed(20))
+    agents = (
+        Demo("editor", "foreground", 1, turns, 10, 100),
+        Demo("worker", "background", 4, turns, 10, 100),
+    )
+    workload = TimesTheClients(agents, "foreground")(load, base().backend)
+    assert len(workload.sources(seed=1)) == 1 + clients
 
 
 # Runs ---------------------------------------------------------------------------------------------
