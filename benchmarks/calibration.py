@@ -11,6 +11,7 @@ may use it meanwhile, and what its slots held is gone afterwards. The parts:
 - *mixed*: all lanes but one decode while the last one evaluates a prompt, and fewer lanes. These are the
   steps that prompts have in a busy engine; a prefill alone may take another way through an engine, and only
   counts where nothing else tells.
+- *apart*: lanes in slots that are not adjacent, which an engine with split KV computes group by group.
 - *save, restore*: the engine's own time, where it can.
 - *flush*: all lanes decode, one stream is closed and another begun in the spare slot (in the same one where
   there is none), at evenly spread moments of the step: from the next boundary until the newcomer begins.
@@ -33,6 +34,7 @@ from agents.client import TurnResult, stream_chat
 from agents.workload import filler
 from benchmarks.harness import BenchError, ask, json_client
 from orchestrator.simulation.calibrate import CopySample, Measurements, StepSample
+from orchestrator.simulation.engine_model import groups_of
 
 _SLOT_ROOM_TOKENS = 64
 _WORD_TOKENS = 400
@@ -82,6 +84,12 @@ class Effort:
 def lane_counts(lanes: int) -> list[int]:
     """The numbers of lanes at which steps are measured: one, a quarter, half and all."""
     return sorted({1, max(1, lanes // 4), max(1, lanes // 2), lanes})
+
+
+def apart(lanes: int, slots: int) -> list[int]:
+    """So many of the slots, in as many groups as there can be, all about equally large."""
+    groups = min(lanes, slots - lanes + 1)
+    return [lane + lane * groups // lanes for lane in range(lanes)]
 
 
 def boundaries(lanes: Sequence[Sequence[float]], begin: float, end: float) -> list[float]:
@@ -164,7 +172,12 @@ class Calibrator:
         counts = lane_counts(engine.lanes)
         for at, lanes in enumerate(counts):
             advance(0.2 * at / len(counts), f"decode, {lanes} short")
-            await self.decode(lanes, effort.short_tokens)
+            await self.decode(range(lanes), effort.short_tokens)
+        for lanes in sorted({min(engine.lanes, (engine.slots + 1) // 2), engine.lanes}):
+            slots = apart(lanes, engine.slots)
+            if groups_of(slots) > 1:
+                advance(0.2, f"decode, {lanes} apart")
+                await self.decode(slots, effort.short_tokens)
         long_tokens = min(effort.long_tokens, engine.slot_context - _SLOT_ROOM_TOKENS - 4 * effort.steps)
         if long_tokens > 2 * effort.short_tokens:
             for slot in range(engine.lanes):
@@ -172,7 +185,7 @@ class Calibrator:
                 await self.prefill(slot, long_tokens)
             for at, lanes in enumerate(counts):
                 advance(0.5 + 0.2 * at / len(counts), f"decode, {lanes} long")
-                await self.decode(lanes, long_tokens)
+                await self.decode(range(lanes), long_tokens)
         advance(0.7, "save and restore")
         await self.copies()
         for lanes in sorted({1, engine.lanes // 2, engine.lanes - 1} - {0, engine.lanes}):
@@ -186,14 +199,15 @@ class Calibrator:
 
     # Parts -----------------------------------------------------------------------------------------
 
-    async def decode(self, lanes: int, context: int) -> None:
-        """So many lanes decode with contexts of about so many tokens; those that slots hold are used."""
+    async def decode(self, slots: Sequence[int], context: int) -> None:
+        """These slots decode with contexts of about so many tokens; those that slots hold are used."""
+        lanes, groups = len(slots), groups_of(slots)
         tokens = self._effort.steps + 2 * lanes
         running: list[_Lane] = []
         contexts: list[int] = []
         begun = anyio.current_time()
         async with anyio.create_task_group() as tasks:
-            for slot in range(lanes):
+            for slot in slots:
                 held = self._held.get(slot, [])
                 prompt = held if len(held) == context else self._words.prompt(context)
                 self._held[slot] = prompt
@@ -212,12 +226,13 @@ class Calibrator:
         middle = (begin + end) / 2
         grown = sum(sum(1 for moment in result.times if moment < middle) for result in results)
         self._add(
-            f"decode, {lanes} x {context}",
+            f"decode, {lanes} x {context}" + (f" in {groups} groups" if groups > 1 else ""),
             (found[-1] - found[0]) / steps,
             lanes=lanes,
             running=sum(contexts) + grown,
-            parked=self._parked(range(lanes)),
+            parked=self._parked(slots),
             steps=steps,
+            groups=groups,
         )
 
     async def prefill(self, slot: int, tokens: int) -> None:
@@ -268,6 +283,7 @@ class Calibrator:
             parked=self._parked([*range(lanes), last]),
             prefill=tokens / steps,
             steps=steps,
+            groups=groups_of([*range(lanes), last]),
         )
         await self.idle()
 
@@ -396,8 +412,9 @@ class Calibrator:
         prefill: float = 0.0,
         steps: int,
         weight: float = 1.0,
+        groups: int = 1,
     ) -> None:
-        self._steps.append(StepSample(what, step_s, lanes, running, parked, prefill, steps, weight))
+        self._steps.append(StepSample(what, step_s, lanes, running, parked, prefill, steps, weight, groups))
 
 
 def completion(prompt: Sequence[int], tokens: int) -> dict[str, Any]:
@@ -451,5 +468,5 @@ async def measure_step(engine: Engine, effort: Effort) -> StepSample:
         words = await Words.of(api, effort.seed)
         calibrator = Calibrator(engine, effort, api, words)
         await calibrator.idle()
-        await calibrator.decode(engine.lanes, effort.short_tokens)
+        await calibrator.decode(range(engine.lanes), effort.short_tokens)
         return calibrator.measurements.steps[0]

@@ -56,6 +56,7 @@ def make_policy(options: DispatcherOptions, info: EngineInfo, swap_bytes: int, *
         # Half of the spare ones: paused turns stay where they ran, so the others rarely need these.
         first_slots=(info.engine_slots - decode_slots + 1) // 2,
         kv_budget_tokens=info.kv_budget_tokens if shared or limited else None,
+        adjacent=not shared,
         swap=swap,
         preemption=options.preemption,
         min_run_s=options.min_run_s,

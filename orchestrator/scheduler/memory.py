@@ -51,6 +51,7 @@ class Memory:
             policy.engine_slots,
             policy.kv_budget_tokens,
             first=policy.first_slots,
+            adjacent=policy.adjacent,
             top_priority=self.top_priority,
             long_first=policy.swap is not None,
         )

@@ -53,6 +53,7 @@ class Policy:
     `first_slots`: how many of the first ones are kept for the highest class (see `slots.py`).
     `kv_budget_tokens`: what all slots together may hold (the pool of unified KV, or less where the user
     said so), or None when every slot has its own (split KV), where a turn that fits its slot always fits.
+    `adjacent`: whether turns in adjacent slots are computed together and others apart (see `slots.py`).
     `swap`: the folder for KV that gives way, None without. `min_run_s`, `max_preemptions`: see
     the module's rule 3. `aging_s`: a waiting turn counts one priority class higher for each such
     span, in the order of the queue only and never up to the highest class; 0 turns aging off.
@@ -63,6 +64,7 @@ class Policy:
     engine_slots: int
     first_slots: int = 0
     kv_budget_tokens: int | None = None
+    adjacent: bool = False
     swap: SwapPolicy | None = None
     preemption: bool = True
     min_run_s: float = 0.0

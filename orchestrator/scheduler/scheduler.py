@@ -34,9 +34,9 @@ After every event:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+from orchestrator.scheduler.admission import Admission
 from orchestrator.scheduler.commands import (
     Abort,
     Claim,
@@ -120,6 +120,7 @@ class Scheduler:
         self._placed: dict[str, Turn] = {}
         self._pausing: dict[str, Turn] = {}
         self._claiming: dict[str, Turn] = {}
+        self._admission = Admission(policy, self._memory, self._decoding, self._placed, self._pausing)
         self._outsized: dict[str, Turn] = {}
         """Waiting turns that are larger than all the KV here."""
         self._grown: dict[str, tuple[float, Progressed]] = {}
@@ -393,15 +394,17 @@ class Scheduler:
                 continue
             ahead = self._ahead_of(turn) if self._claiming else ()
             short = len(ahead) + 1 - free
-            below = self._below(turn) if short > 0 or self._slots.budget is not None else []
+            below = self._admission.below(turn) if short > 0 or self._slots.budget is not None else []
             if short > len(below):
                 pass
             elif turn.phase is Phase.WAITING:
-                if self._has_room(turn, below, ahead):
+                if self._admission.has_room(turn, below, ahead):
                     self._claim(turn, commands)
                     return True
             else:
-                yielding = self._who_yields(turn, int(short > 0), below, ahead, now)
+                if below:
+                    self._note_growth()
+                yielding = self._admission.who_yields(turn, int(short > 0), below, ahead, now)
                 if yielding is not None:
                     self._admit(turn, yielding, commands, now)
                     return True
@@ -467,92 +470,6 @@ class Scheduler:
             turn.ran = True
             commands.append(Start(turn.id, slot.id, source))
 
-    def _has_room(self, turn: Turn, yielding: list[Turn], ahead: Sequence[Turn]) -> bool:
-        """Whether the engine can hold the turn once `yielding` have left and all that may go is gone.
-
-        What it may not take is the paused KV of turns of higher base priority; those stand before it,
-        unless it is aged.
-        """
-        slots = self._slots
-        priority = turn.priority
-        leaving = [other for other in self._pausing.values() if other.guard() <= priority]
-        if turn.slot is None:
-            kept = len(self._pausing) - len(leaving) + slots.kept_from(priority)
-            if kept and len(self._decoding) - len(yielding) + 1 + len(ahead) + kept > len(slots.slots):
-                return False
-        if slots.budget is None:
-            return True
-        leaving += [other for other in yielding if other.phase is Phase.RUNNING]
-        coming = [other for other in self._placed.values() if other not in yielding]
-        return (
-            slots.held_from(priority)
-            - sum(slots.charged(other.slot) for other in leaving if other.slot is not None)
-            + sum(other.reserve for other in coming)
-            + sum(other.reserve for other in ahead)
-            + turn.reserve
-            + self._memory.headroom(turn)
-            <= slots.budget
-        )
-
-    # Victims ---------------------------------------------------------------------------------------
-
-    def _below(self, turn: Turn) -> list[Turn]:
-        """Who would have to yield to `turn`, in no order."""
-        priority = turn.priority
-        preemption = self.policy.preemption
-        return [
-            other
-            for other in self._decoding.values()
-            if other.priority < priority
-            and not other.stopping
-            and (preemption or other.phase is Phase.PLACED)
-            and (other.rank < priority or turn.since > other.placed_in)
-        ]
-
-    def _who_yields(
-        self, turn: Turn, count: int, below: list[Turn], ahead: Sequence[Turn], now: float
-    ) -> list[Turn] | None:
-        """The fewest of `below`, at least `count`, that make room for the turn; None when all do not."""
-        if not count and self._has_room(turn, [], ahead):
-            return []
-        if not self._has_room(turn, below, ahead):
-            return None
-        below = self._by_loss(below, now)
-        chosen = below[:count]
-        while not self._has_room(turn, chosen, ahead):
-            chosen.append(below[len(chosen)])
-        for other in chosen[-2::-1]:
-            rest = [one for one in chosen if one is not other]
-            if len(rest) >= count and self._has_room(turn, rest, ahead):
-                chosen = rest
-        return chosen
-
-    def _by_loss(self, turns: list[Turn], now: float) -> list[Turn]:
-        """In the order of `policy.py`, rules 2 to 6; a PLACED turn loses nothing."""
-        self._note_growth()
-        policy = self.policy
-
-        def loss(turn: Turn) -> tuple[int, bool, bool, bool, bool, int, float, str]:
-            if turn.phase is Phase.PLACED:
-                return turn.priority, False, False, False, False, 0, -turn.seq, turn.id
-            return (
-                turn.priority,
-                True,
-                turn.preemptions >= policy.max_preemptions,
-                now - turn.started_at < policy.min_run_s,
-                not turn.picked_up,
-                turn.kv_tokens,
-                -turn.started_at,
-                turn.id,
-            )
-
-        return sorted(turns, key=loss)
-
-    def _note_growth(self) -> None:
-        """Put the latest Progressed of each turn into the journal: what follows depends on them."""
-        self.journal.extend((at, event, ()) for at, event in self._grown.values())
-        self._grown.clear()
-
     def _pause(self, turn: Turn, by: str | None, commands: list[Command]) -> None:
         turn.phase = Phase.PAUSING
         turn.stopping = True
@@ -560,6 +477,11 @@ class Scheduler:
         self._give_decode_slot_back(turn)
         self._pausing[turn.id] = turn
         commands.append(Pause(turn.id, by))
+
+    def _note_growth(self) -> None:
+        """Put the latest Progressed of each turn into the journal: what follows depends on them."""
+        self.journal.extend((at, event, ()) for at, event in self._grown.values())
+        self._grown.clear()
 
     # Bookkeeping -----------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ import orjson
 
 from orchestrator.simulation.engine_model import EngineModel
 
-STEP_FIELDS = ("base_step_s", "lane_s", "running_token_s", "parked_token_s", "prefill_token_s")
+STEP_FIELDS = ("base_step_s", "lane_s", "running_token_s", "parked_token_s", "prefill_token_s", "group_s")
 MAX_TOKENS = 1_000_000
 MAX_SECONDS = 3600.0
 
@@ -34,8 +34,8 @@ class StepSample:
     """What a step of one kind took, on average over `steps` of them.
 
     `lanes` decode; `running_tokens` is the KV of all turns in the batch and `parked_tokens` that of the
-    others, halfway through the measurement; `prefill_tokens` of prompts are evaluated in each step. `what`
-    says it in words, `weight` how much it counts in the fit.
+    others, halfway through the measurement; `prefill_tokens` of prompts are evaluated in each step. `groups`
+    of adjacent slots are in the batch. `what` says it in words, `weight` how much it counts in the fit.
     """
 
     what: str
@@ -46,11 +46,13 @@ class StepSample:
     prefill_tokens: float = 0.0
     steps: int = 1
     weight: float = 1.0
+    groups: int = 1
 
     @property
     def amounts(self) -> tuple[float, ...]:
         """What each of `STEP_FIELDS` is multiplied by."""
-        return 1.0, float(self.lanes), self.running_tokens, self.parked_tokens, self.prefill_tokens
+        lanes, groups = float(self.lanes), float(self.groups - 1)
+        return 1.0, lanes, self.running_tokens, self.parked_tokens, self.prefill_tokens, groups
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from orchestrator.simulation.engine_model import EngineModel, Steps
+from orchestrator.simulation.engine_model import EngineModel, Steps, groups_of
 from orchestrator.simulation.outcome import BackendFigures
 from orchestrator.simulation.setup import SimulationError
 from orchestrator.simulation.turn import NOBODY, Host, Turn
@@ -268,7 +268,9 @@ class Engine:
         parked = sum(held.tokens for held in self._kv) - running
         model = self.model
         new = len(decoding) + prompts
-        steps = Steps(model.step_s(len(decoding), running, parked, prompts), model.running_token_s * new)
+        groups = groups_of([*(turn.slot for turn in decoding), *(turn.slot for turn, _ in prefilling)])
+        first_s = model.step_s(len(decoding), running, parked, prompts, groups)
+        steps = Steps(first_s, model.running_token_s * new)
         count = min(
             [turn.output - turn.generated for turn in decoding]
             + [(turn.left or 0) // tokens for turn, tokens in prefilling]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ class EngineModel:
     """How long an engine's work takes. Seconds; tokens.
 
     A step takes ``base_step_s + lane_s * lanes + running_token_s * running KV + parked_token_s * other KV
-    + prefill_token_s * prompt tokens``. Lanes are the turns that decode; a turn whose prompt is evaluated
+    + prefill_token_s * prompt tokens + group_s * (groups - 1)``. Lanes are the turns that decode; a turn whose prompt is evaluated
     costs by its prompt tokens in the batch, and its KV counts as running. Raises ValueError for a value that
     is negative or not finite, a step without a length, or a batch of less than one token.
     """
@@ -27,6 +28,9 @@ class EngineModel:
     """Each KV token that is resident but not running adds."""
     prefill_token_s: float = 0.0
     """Each prompt token in the batch adds."""
+    group_s: float = 0.0
+    """Each group of adjacent slots in the batch adds, but for the first: with split KV llama.cpp computes a
+    step group by group (`llama_batch_allocr::split_equal`)."""
     batch_tokens: int = 512
     """Tokens of one step, decoding lanes included; these always have room."""
     save_token_s: float = 0.0
@@ -53,7 +57,9 @@ class EngineModel:
         if self.batch_tokens < 1:
             raise ValueError(f"batch_tokens is {self.batch_tokens}; it must be at least 1")
 
-    def step_s(self, lanes: int, running_tokens: int, parked_tokens: int, prefill_tokens: int) -> float:
+    def step_s(
+        self, lanes: int, running_tokens: int, parked_tokens: int, prefill_tokens: int, groups: int = 1
+    ) -> float:
         """The duration of one step; KV as it is when the step begins."""
         return (
             self.base_step_s
@@ -61,7 +67,14 @@ class EngineModel:
             + self.running_token_s * running_tokens
             + self.parked_token_s * parked_tokens
             + self.prefill_token_s * prefill_tokens
+            + self.group_s * (groups - 1)
         )
+
+
+def groups_of(slots: Iterable[int]) -> int:
+    """How many groups of adjacent slots these are; no slot twice."""
+    found = set(slots)
+    return sum(1 for slot in found if slot - 1 not in found)
 
 
 class Steps(NamedTuple):

@@ -6,13 +6,16 @@ from pathlib import Path
 
 import pytest
 from anyio.from_thread import BlockingPortal
+from hypothesis import given
+from hypothesis import strategies as st
 
 from backends.protocol import EngineInfo, KvLayout
 from benchmarks.calibrate import DEFAULT_BATCH_TOKENS, choose, engine_of, run_calibration
-from benchmarks.calibration import Effort
+from benchmarks.calibration import Effort, apart
 from benchmarks.harness import BenchError, free_port, simulated_engine
 from orchestrator.config import parse_config
 from orchestrator.simulation.calibrate import read_model
+from orchestrator.simulation.engine_model import groups_of
 
 TWO = """
 backends: [{name: one, url: "http://127.0.0.1:9"}, {name: two, url: "http://127.0.0.1:10"}]
@@ -64,3 +67,24 @@ def test_a_known_engine_is_found_out(portal: BlockingPortal, tmp_path: Path) -> 
     assert model.control_s == model.call_s
     assert found.how["decode_slots"] == 4
     assert found.how["batch_tokens_assumed"]
+
+
+@pytest.mark.parametrize(
+    ("lanes", "slots", "found"),
+    [
+        (8, 8, [0, 1, 2, 3, 4, 5, 6, 7]),
+        (8, 9, [0, 1, 2, 3, 5, 6, 7, 8]),
+        (8, 11, [0, 1, 3, 4, 6, 7, 9, 10]),
+        (3, 5, [0, 2, 4]),
+        (1, 4, [0]),
+    ],
+)
+def test_lanes_apart(lanes: int, slots: int, found: list[int]) -> None:
+    assert apart(lanes, slots) == found
+
+
+@given(st.integers(1, 40), st.integers(0, 40))
+def test_lanes_apart_are_as_many_groups_as_there_can_be(lanes: int, spare: int) -> None:
+    slots = apart(lanes, lanes + spare)
+    assert len(set(slots)) == lanes and max(slots) < lanes + spare
+    assert groups_of(slots) == min(lanes, spare + 1)

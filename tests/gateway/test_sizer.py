@@ -119,12 +119,6 @@ async def test_a_shared_pool_is_shared_fairly() -> None:
     assert not (await size(engines, ask("x" * 200))).exact
 
 
-async def test_no_engine_yet_is_the_dispatchers_business() -> None:
-    engines = FakeEngines({})
-    assert not (await size(engines, ask("x" * 100_000))).exact
-    assert not engines.counted
-
-
 async def test_an_engine_that_does_not_count() -> None:
     engines = FakeEngines(count=EngineUnavailable("busy"))
     assert await size(engines, ask("x" * 3000)) == TurnSize(1548, 500, exact=False)

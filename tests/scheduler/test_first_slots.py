@@ -24,8 +24,10 @@ BACKGROUND, FOREGROUND = 20, 100
 class Desk:
     """A scheduler with three decode slots and five engine slots, of which the first is kept."""
 
-    def __init__(self, first_slots: int = 1) -> None:
-        self.scheduler = Scheduler(Policy(decode_slots=3, engine_slots=5, first_slots=first_slots))
+    def __init__(self, first_slots: int = 1, engine_slots: int = 5, *, adjacent: bool = False) -> None:
+        self.scheduler = Scheduler(
+            Policy(decode_slots=3, engine_slots=engine_slots, first_slots=first_slots, adjacent=adjacent)
+        )
         self.scheduler.handle(EngineReady(), 0.0)
         self.seq = 0
 
@@ -85,3 +87,37 @@ def test_an_agents_own_idle_cache_is_worth_more_than_the_order() -> None:
     desk.scheduler.handle(Ended("f1", 10, resident=True), 0.0)
     desk.scheduler.handle(Ended("f2", 10, resident=True), 0.0)
     assert desk.start("f3", FOREGROUND, agent="b") == [Start("f3", 2)]
+
+
+# Adjacent slots are computed together -----------------------------------------------------------------
+
+
+def test_the_highest_class_sits_beside_those_that_run() -> None:
+    desk = Desk(first_slots=2, engine_slots=6, adjacent=True)
+    for n in range(3):
+        desk.start(f"b{n}", BACKGROUND)  # in slots 2, 3 and 4
+    assert desk.start("f", FOREGROUND) == [Pause("b0", "f"), Start("f", 1)]
+
+
+def test_a_newcomer_fills_a_gap() -> None:
+    """Rather than the least recently used slot, which is 1."""
+    desk = Desk(first_slots=0, engine_slots=5, adjacent=True)
+    for n in range(5):
+        desk.start(f"b{n}", BACKGROUND)
+        if n < 2:
+            desk.scheduler.handle(Ended(f"b{n}", 10, resident=True), 0.0)
+    # Of no prompt anything is known, so each agent's idle cache is its own: 0 and 1 idle, 2 to 4 run.
+    desk.scheduler.handle(Ended("b3", 10, resident=True), 0.0)
+    assert desk.start("c", BACKGROUND) == [Start("c", 3)]
+    desk.scheduler.handle(Ended("b2", 10, resident=True), 0.0)
+    assert desk.start("d", BACKGROUND) == [Start("d", 2)]
+
+
+def test_an_agents_own_cache_is_worth_a_gap() -> None:
+    desk = Desk(first_slots=0, engine_slots=5, adjacent=True)
+    for n in range(4):
+        desk.start(f"b{n}", BACKGROUND)
+        if n == 0:
+            desk.scheduler.handle(Ended("b0", 10, resident=True), 0.0)
+    desk.scheduler.handle(Ended("b1", 10, resident=True), 0.0)
+    assert desk.start("again", BACKGROUND, agent="b0") == [Start("again", 0)]

@@ -180,6 +180,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         aging_s=st.sampled_from([0.0, 60.0]),
         swap=st.sampled_from(SWAP_BUDGETS),
         hybrid=st.sampled_from([False, False, False, True]),
+        adjacent=st.booleans(),
         crowd=st.lists(st.tuples(st.sampled_from(PRIORITIES[:-1]), TOKENS, TOKENS), min_size=2, max_size=4),
         ready=st.sampled_from([True, True, True, False]),
     )
@@ -194,6 +195,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         aging_s: float,
         swap: int | None,
         hybrid: bool,
+        adjacent: bool,
         crowd: list[tuple[int, int, int]],
         ready: bool,
     ) -> None:
@@ -201,6 +203,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             decode_slots,
             decode_slots + spare,
             kv_budget_tokens=budget,
+            adjacent=adjacent,
             preemption=preemption,
             min_run_s=min_run_s,
             max_preemptions=max_preemptions,
@@ -781,6 +784,7 @@ def test_long_walks(seed: int) -> None:
         aging_s=dice.choice([0.0, 60.0]),
         swap=dice.choice(SWAP_BUDGETS),
         hybrid=dice.random() < 0.2,
+        adjacent=seed % 2 == 0,
         crowd=[(dice.choice(PRIORITIES[:-1]), dice.randint(1, 30), dice.randint(1, 30)) for _ in range(4)],
         ready=True,
     )

@@ -30,14 +30,17 @@ PLANTED = EngineModel(
     running_token_s=4e-7,
     parked_token_s=2e-7,
     prefill_token_s=0.001,
+    group_s=0.004,
     batch_tokens=64,
 )
-#: Lanes, running, parked and prefill tokens, as a calibration has them.
+#: Lanes, running, parked and prefill tokens, and groups of slots, as a calibration has them.
 PARTS = [
-    *((lanes, lanes * 20, 0, 0) for lanes in (1, 2, 4, 8)),
-    *((lanes, lanes * 512, (8 - lanes) * 512, 0) for lanes in (1, 2, 4, 8)),
-    *((0, 256, slot * 512, 64) for slot in (0, 7)),
-    (7, 500, 2000, 57),
+    *((lanes, lanes * 20, 0, 0, 1) for lanes in (1, 2, 4, 8)),
+    *((lanes, lanes * 20, 0, 0, groups) for lanes, groups in ((6, 6), (8, 4))),
+    *((lanes, lanes * 512, (8 - lanes) * 512, 0, 1) for lanes in (1, 2, 4, 8)),
+    *((0, 256, slot * 512, 64, 1) for slot in (0, 7)),
+    (4, 300, 2000, 60, 2),
+    (7, 500, 2000, 57, 1),
 ]
 
 
@@ -46,13 +49,14 @@ def samples(model: EngineModel, noise: float = 0.0, seed: int = 1) -> tuple[Step
     return tuple(
         StepSample(
             f"part {at}",
-            model.step_s(lanes, running, parked, prefill) * (1 + noise * rng.uniform(-1, 1)),
+            model.step_s(lanes, running, parked, prefill, groups) * (1 + noise * rng.uniform(-1, 1)),
             lanes,
             running,
             parked,
             prefill,
+            groups=groups,
         )
-        for at, (lanes, running, parked, prefill) in enumerate(PARTS)
+        for at, (lanes, running, parked, prefill, groups) in enumerate(PARTS)
     )
 
 
@@ -70,13 +74,14 @@ def test_without_noise_the_planted_model_comes_back() -> None:
     st.floats(0.0, 2e-5),
     st.floats(0.0, 5e-6),
     st.floats(0.0, 0.02),
+    st.floats(0.0, 0.01),
     st.integers(0, 1000),
 )
 def test_noisy_samples_give_steps_within_the_noise(
-    base: float, lane: float, running: float, parked: float, prefill: float, seed: int
+    base: float, lane: float, running: float, parked: float, prefill: float, group: float, seed: int
 ) -> None:
     """Single coefficients may trade against each other; what a step takes may not."""
-    planted = EngineModel(base, lane, running, parked, prefill, batch_tokens=64)
+    planted = EngineModel(base, lane, running, parked, prefill, group, batch_tokens=64)
     model = fit(Measurements(64, samples(planted, 0.03, seed))).model
     for name in STEP_FIELDS:
         assert getattr(model, name) >= 0

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.simulation.engine_model import EngineModel, Steps
+from orchestrator.simulation.engine_model import EngineModel, Steps, groups_of
 from tests.simulation.setups import MODEL
 
 
@@ -17,6 +17,15 @@ def test_a_step_is_the_sum_of_its_parts() -> None:
     model = EngineModel(1.0, lane_s=0.1, running_token_s=0.01, parked_token_s=0.001, prefill_token_s=0.0001)
     assert model.step_s(0, 0, 0, 0) == 1.0
     assert model.step_s(2, 30, 400, 5000) == pytest.approx(1.0 + 0.2 + 0.3 + 0.4 + 0.5)
+    assert replace(model, group_s=7.0).step_s(2, 0, 0, 0, groups=3) == pytest.approx(1.0 + 0.2 + 14.0)
+
+
+@pytest.mark.parametrize(
+    ("slots", "groups"),
+    [([], 0), ([3], 1), ([0, 1, 2], 1), ([2, 0, 1], 1), ([0, 2, 4], 3), ([0, 1, 3, 7, 8], 3)],
+)
+def test_groups_of_adjacent_slots(slots: list[int], groups: int) -> None:
+    assert groups_of(slots) == groups
 
 
 @pytest.mark.parametrize(
