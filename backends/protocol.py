@@ -21,6 +21,30 @@ from typing import Any, Protocol
 
 from backends.kv_shape import KvShape
 
+BULK_APIS = frozenset({"embeddings", "rerank"})
+"""Turns that generate nothing: a list of inputs, each of which the engine answers by itself."""
+
+#: An engine gets a bulk turn in batches of so many bytes of text, about 500 tokens, or of one input.
+BULK_BATCH_BYTES = 2048
+#: What an engine adds to an input (the marks of its beginning and end), and to a pair to be ranked.
+_MARKS_TOKENS = 8
+_PAIR_TOKENS = 128
+_BYTES_PER_TOKEN = 4
+
+
+def bulk_costs(api: str, body: dict[str, Any]) -> list[int]:
+    """The inputs of a bulk turn, each by its length in bytes, which is at least that in tokens.
+
+    Tokens that are given by their ids count four bytes each.
+    """
+    if api == "rerank":
+        query = _PAIR_TOKENS + len(body["query"].encode())
+        return [query + len(document.encode()) for document in body["documents"]]
+    return [
+        _MARKS_TOKENS + (len(text.encode()) if isinstance(text, str) else _BYTES_PER_TOKEN * len(text))
+        for text in body["input"]
+    ]
+
 
 class KvLayout(StrEnum):
     """SPLIT: each slot has its own share of the context. UNIFIED: all slots draw on one pool."""
@@ -122,11 +146,14 @@ class Cut:
 
     `kv_tokens` is the engine's own figure of what the slot holds where it tells one, else an upper bound.
     The first tokens of the KV are this turn's own; the last one or two may be generated again.
+    `held_tokens` were generated and not forwarded, as their call was not complete; those that the next
+    segment's prompt does not have are generated again.
     """
 
     kv_tokens: int
     resident: bool
     stop_s: float
+    held_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,14 +254,19 @@ class Backend(ABC):
     async def count_tokens(self, api: str, body: dict[str, Any]) -> int:
         """The prompt's exact length in tokens, template and tool schemas included.
 
-        Raises EngineRefused, EngineUnavailable.
+        That of the longest input where there are many. Raises EngineRefused, EngineUnavailable.
         """
 
     @abstractmethod
     def generation(
         self, api: str, body: dict[str, Any], max_tokens: int, so_far: ReplySoFar | None = None
     ) -> Generation:
-        """A turn to run: `api` is ``chat`` or ``completion``, `body` the client's JSON."""
+        """A turn to run: `api` is ``chat``, ``completion`` or one of BULK_APIS, `body` the client's JSON.
+
+        A bulk turn's body is whole: ``input`` a list, ``documents`` texts. Its deltas are the results of a
+        batch (``embeddings``, each little-endian floats of 32 bits in base64, or ``scores``) with the
+        ``prompt_tokens`` it took. It leaves no KV, and is cut between two batches.
+        """
 
     @abstractmethod
     async def aclose(self) -> None:

@@ -14,7 +14,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar, TypeVarTuple, Unpack
 
@@ -22,9 +22,11 @@ import anyio
 import anyio.abc
 import anyio.to_thread
 import httpx
+import orjson
 import yaml
 
 from backends.managed import EngineSettings, KvLayout, ManagedEngine
+from backends.simulated import ScriptedReply
 
 MODEL = "smollm2-135m"
 START_BOUND_S = 120.0
@@ -197,12 +199,20 @@ async def empty_slots(engine: httpx.AsyncClient) -> None:
 
 @asynccontextmanager
 async def simulated_engine(
-    slots: int, *, profile: str = "reference", slot_context: int = 2304
+    slots: int,
+    *,
+    profile: str = "reference",
+    slot_context: int = 2304,
+    scripts: Sequence[ScriptedReply] = (),
 ) -> AsyncIterator[str]:
     """The address of a simulated engine in a process of its own. Raises BenchError."""
     argv = ["-m", "backends.simulated", "--port", "0", "--slots", str(slots), "--profile", profile]
     argv += ["--ctx", str(slots * slot_context), "--eos-probability", "0"]
     with tempfile.TemporaryDirectory(prefix="swarm-bench-") as folder:
+        if scripts:
+            path = Path(folder) / "scripts.json"
+            path.write_bytes(orjson.dumps([asdict(script) for script in scripts]))
+            argv += ["--scripts", str(path)]
         async with _child("the simulated engine", argv, Path(folder)) as child:
             url = await child.announced()
             await child.answers(f"{url}/health")
@@ -211,11 +221,12 @@ async def simulated_engine(
 
 @dataclass(frozen=True)
 class Service:
-    """A running service. `state_dir` holds the embedded Valkey's files."""
+    """A running service. `state_dir` holds the embedded Valkey's files, `log_path` what it has said."""
 
     base_url: str
     pid: int
     state_dir: Path
+    log_path: Path
 
 
 @asynccontextmanager
@@ -236,7 +247,7 @@ async def running_service(config: Mapping[str, Any]) -> AsyncIterator[Service]:
         async with _child("the service", argv, folder) as child:
             url = f"http://{server['host']}:{server['port']}"
             await child.answers(f"{url}/healthz")
-            yield Service(url, child.pid, Path(redis.get("state_dir", folder)))
+            yield Service(url, child.pid, Path(redis.get("state_dir", folder)), child.log_path)
 
 
 @asynccontextmanager
@@ -264,6 +275,10 @@ class _Child:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def log_path(self) -> Path:
+        return self._log_path
 
     async def announced(self) -> str:
         """The first address that the process prints."""

@@ -1,7 +1,7 @@
 """The bundled engine as `llama-server` would run it: what the options leave out is llama.cpp's default.
 
-A program for `EngineSettings.command`. It knows the options that the service appends to such a command, and
-those two by which a bench leaves KV to the server's own cache.
+A program for `EngineSettings.command`. It knows the options that the service appends to such a command, those
+two by which a bench leaves KV to the server's own cache, and the one that gives it another chat template.
 """
 
 import argparse
@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from importlib import import_module
+from pathlib import Path
 
 
 def main() -> None:
@@ -21,6 +22,7 @@ def main() -> None:
     parser.add_argument("--kv-unified", action=argparse.BooleanOptionalAction, required=True)
     parser.add_argument("--cache-idle-slots", action=argparse.BooleanOptionalAction, required=True)
     parser.add_argument("--slot-save-path", required=True)
+    parser.add_argument("--chat-template-file", type=Path)
     parser.add_argument("--slots", action="store_true")
     parser.add_argument("--metrics", action="store_true")
     given = parser.parse_args()
@@ -40,6 +42,8 @@ def main() -> None:
     params.endpoint_slots = given.slots
     params.endpoint_metrics = given.metrics
     params.slot_save_path = given.slot_save_path
+    if given.chat_template_file is not None:
+        params.chat_template = given.chat_template_file.read_text()
     params.hostnames = [given.host]
     params.port = given.port
     params.ui = False

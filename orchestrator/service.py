@@ -27,7 +27,7 @@ from orchestrator.broker import Broker, OutputReader
 from orchestrator.broker.embedded import EmbeddedValkey, EmbeddedValkeyError
 from orchestrator.broker.pool import PatientPool
 from orchestrator.config import Backend as BackendConfig
-from orchestrator.config import Config
+from orchestrator.config import Config, exposure_problem
 from orchestrator.dispatcher import Dispatcher, DispatcherOptions, published_engine
 from orchestrator.gateway.app import create_app
 from orchestrator.gateway.server import serve
@@ -220,6 +220,9 @@ async def run_service(
     Engines that are configured by URL may come later. Raises ServiceError, EmbeddedValkeyError,
     ManagedEngineError when something that is ours to start cannot be started.
     """
+    problem = exposure_problem(config)
+    if problem is not None:
+        raise ServiceError(problem)
     owner = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
     async with AsyncExitStack() as stack, anyio.create_task_group() as tasks:
         commands, blocking = await stack.enter_async_context(_redis(config, tasks))

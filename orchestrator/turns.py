@@ -81,11 +81,23 @@ class TurnSize:
 
 
 @dataclass(frozen=True, slots=True)
+class Kept:
+    """What it takes to hand out the reply of a turn whose client may have left.
+
+    `path` is the endpoint that it was asked of, `asked` the request's body as it came.
+    """
+
+    path: str
+    asked: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class TurnRequest:
     """A turn as the gateway accepted it.
 
     `body` is the client's JSON with the service's own fields removed. `api` names the endpoint whose
-    shape the reply has: ``chat`` or ``completion``. `created` is seconds since the epoch.
+    shape the reply has: ``chat`` or ``completion``. `created` is seconds since the epoch. `kept` is set
+    when the turn goes on without its client, None when it ends with it.
     """
 
     id: str
@@ -100,3 +112,4 @@ class TurnRequest:
     size: TurnSize
     gateway: str
     created: float
+    kept: Kept | None = None

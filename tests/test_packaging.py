@@ -1,6 +1,7 @@
 """The files around the code agree with each other and with the code."""
 
 import re
+import shutil
 import tomllib
 from itertools import chain
 from pathlib import Path
@@ -10,9 +11,11 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from typer.testing import CliRunner
 
 import orchestrator
-from orchestrator.config import load_config
+from orchestrator.cli.main import app
+from orchestrator.config import exposure_problem, load_config
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -100,10 +103,30 @@ def test_compose_wires_the_three_together() -> None:
     assert config.backends[0].url == f"http://engine:{engine_options()['--port']}"
     assert config.redis.url.startswith("redis://redis:")
     assert config.server.host == "0.0.0.0"
-    assert set(services["swarm"]["depends_on"]) == set(services) - {"swarm"} == {"redis", "engine"}
+    always = {name for name, service in services.items() if "profiles" not in service}
+    assert set(services["swarm"]["depends_on"]) == always - {"swarm"} == {"redis", "engine"}
     assert "./docker/config.yaml:/etc/swarm/config.yaml:ro" in services["swarm"]["volumes"]
     assert services["redis"]["image"].startswith("redis:7")
     assert services["redis"]["command"][1:3] == ["--appendonly", "yes"]
+
+
+def test_compose_makes_the_keys_that_its_service_needs(tmp_path: Path) -> None:
+    folder = tmp_path / "docker"
+    shutil.copytree(ROOT / "docker", folder)
+    assert exposure_problem(load_config(folder / "config.yaml")) is not None
+    keys = COMPOSE["services"]["keys"]
+    (mount,) = keys["volumes"]
+    assert mount.startswith("./docker:")
+    inside = mount.removeprefix("./docker:") + "/"
+    command = [word.replace(inside, f"{folder}/") for word in keys["command"]]
+    assert command[0] == "swarm"
+    done = CliRunner().invoke(app, command[1:])
+    assert done.exit_code == 0, done.output
+    config = load_config(folder / "config.yaml")
+    assert exposure_problem(config) is None
+    assert done.output.count("key of ") == len(config.agents) + 1
+    # What other containers call it.
+    assert config.server.allowed_hosts == ("swarm",)
 
 
 def test_compose_publishes_on_this_machine_only() -> None:

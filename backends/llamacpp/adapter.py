@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import PurePath
 from typing import Any
 
+from backends.llamacpp import told
+from backends.llamacpp.bulk import BulkGeneration, longest_input
 from backends.llamacpp.chat import ChatGeneration
 from backends.llamacpp.client import LlamaCppClient
 from backends.llamacpp.measure import measured_kv
@@ -13,6 +15,7 @@ from backends.llamacpp.swap import Swap, identity_of
 from backends.llamacpp.swap_files import SwapFiles
 from backends.llamacpp.tokens import TokenGeneration
 from backends.protocol import (
+    BULK_APIS,
     Backend,
     EngineInfo,
     EngineUnavailable,
@@ -39,6 +42,10 @@ _CHAT_PARSER_FIELDS = (
 )
 
 
+MOST_SLOTS = 1024
+MOST_NAME_CHARS = 200
+
+
 class LlamaCppBackend(LlamaCppClient, Backend):
     """One llama.cpp server."""
 
@@ -54,10 +61,12 @@ class LlamaCppBackend(LlamaCppClient, Backend):
         slots = await self.ask("GET", "/slots")
         if not isinstance(props, dict) or not isinstance(slots, list) or not slots:
             raise EngineUnavailable("the engine lists no slots; start it with --slots")
-        context = _context(props, slots)
+        if len(told.objs(slots)) > MOST_SLOTS:
+            raise EngineUnavailable(f"the engine lists more than {MOST_SLOTS:,} slots")
+        self.slot_context = context = _context(props, slots)
         layout = self._options.kv_layout or KvLayout.SPLIT
-        alias = str(props.get("model_alias") or props.get("model_path") or "model")
-        template = str(props.get("chat_template") or "")
+        alias = told.text(props.get("model_alias")) or told.text(props.get("model_path")) or "model"
+        template = told.text(props.get("chat_template"))
         self.native_park = "is_preempted" in slots[0]
         kv = self._options.kv
         swap = False
@@ -71,7 +80,7 @@ class LlamaCppBackend(LlamaCppClient, Backend):
                 kv = await measured_kv(self, self._swap.files)
             self._swap.kv = kv
         self._info = EngineInfo(
-            model=self._options.model or PurePath(alias).stem,
+            model=self._options.model or PurePath(alias).stem[:MOST_NAME_CHARS],
             engine_slots=len(slots),
             slot_context=context,
             kv_layout=layout,
@@ -106,6 +115,8 @@ class LlamaCppBackend(LlamaCppClient, Backend):
         return self._swap
 
     async def count_tokens(self, api: str, body: dict[str, Any]) -> int:
+        if api in BULK_APIS:
+            return await longest_input(self, api, body)
         if api == "chat":
             return len(await self.tokenize(await self.render(body)))
         prompt = body.get("prompt", "")
@@ -116,6 +127,9 @@ class LlamaCppBackend(LlamaCppClient, Backend):
     def generation(
         self, api: str, body: dict[str, Any], max_tokens: int, so_far: ReplySoFar | None = None
     ) -> Generation:
+        if api in BULK_APIS:
+            return BulkGeneration(self, api, body, so_far)
+        self.generates = True
         if api == "chat" and self._needs_chat_parser(body):
             return ChatGeneration(self, body, max_tokens, so_far)
         return TokenGeneration(self, api, body, max_tokens, so_far)
@@ -140,7 +154,8 @@ _PLAIN = {"role", "content", "name"}
 
 
 def _context(props: dict[str, Any], slots: list[Any]) -> int:
-    try:
-        return int(slots[0].get("n_ctx") or props["default_generation_settings"]["n_ctx"])
-    except (KeyError, TypeError, ValueError, AttributeError):
-        raise EngineUnavailable("the engine does not tell its context size") from None
+    settings = told.obj(props.get("default_generation_settings"))
+    context = slots[0].get("n_ctx") or settings.get("n_ctx")
+    if type(context) is not int or not 1 <= context <= told.MOST_TOKENS:
+        raise EngineUnavailable("the engine does not tell its context size")
+    return context

@@ -9,6 +9,7 @@ from typing import Any
 import anyio
 
 from backends.kv_shape import KvShape
+from backends.llamacpp import told
 from backends.llamacpp.client import LlamaCppClient
 from backends.llamacpp.swap_files import SwapFiles
 from backends.protocol import BackendError
@@ -34,7 +35,7 @@ async def measured_kv(client: LlamaCppClient, files: SwapFiles) -> KvShape | Non
         ids = await client.tokenize("one two three four five six seven eight nine ten " * LONG)
         async with _borrowed(client, files, slot):
             short, long = [await _saved_bytes(client, files, slot, ids[:count]) for count in (SHORT, LONG)]
-    except (BackendError, KeyError, TypeError, ValueError):
+    except BackendError:
         return None
     per_token = (long - short) // (LONG - SHORT)
     return KvShape(per_token, fixed_bytes=max(0, short - SHORT * per_token)) if per_token > 0 else None
@@ -51,7 +52,7 @@ async def _borrowed(client: LlamaCppClient, files: SwapFiles, slot: int) -> Asyn
             yield
         finally:
             with anyio.CancelScope(shield=True), anyio.move_on_after(RESTORE_BOUND_S):
-                if int(held["n_saved"]):
+                if held.get("n_saved"):
                     body = {"filename": files.temporary_name(key)}
                     await client.ask("POST", f"/slots/{slot}?action=restore", body)
                 else:
@@ -67,14 +68,14 @@ async def _saved_bytes(client: LlamaCppClient, files: SwapFiles, slot: int, ids:
     key = f"measure-{slot}-{len(ids)}"
     try:
         saved = await _save(client, slot, files.temporary_name(key))
+        written = await files.size(key)
     finally:
         with anyio.CancelScope(shield=True):
             await files.remove(key)
-    if int(saved["n_saved"]) != len(ids):
-        raise ValueError(f"{saved['n_saved']} tokens saved instead of {len(ids)}")
-    return int(saved["n_written"])
+    if saved.get("n_saved") != len(ids) or written is None or saved.get("n_written") != written:
+        raise told.strange()
+    return written
 
 
 async def _save(client: LlamaCppClient, slot: int, name: str) -> dict[str, Any]:
-    reply: dict[str, Any] = await client.ask("POST", f"/slots/{slot}?action=save", {"filename": name})
-    return reply
+    return told.obj(await client.ask("POST", f"/slots/{slot}?action=save", {"filename": name}))

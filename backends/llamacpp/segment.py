@@ -21,11 +21,13 @@ from __future__ import annotations
 import contextlib
 import time
 from abc import abstractmethod
+from dataclasses import replace
 from typing import Any
 
 import anyio
 import orjson
 
+from backends.llamacpp import told
 from backends.llamacpp.client import LlamaCppClient
 from backends.llamacpp.stream import Stream
 from backends.llamacpp.wire import TRANSPORT_ERRORS, error_of, unavailable
@@ -39,6 +41,9 @@ RESUMED = ": resumed"
 UNSTARTED_BOUND_S = 2.0
 # Whoever cancels a segment from outside may be in a hurry, such as a service that ends.
 CANCEL_BOUND_S = 5.0
+# What an engine says of one token, with all that it counts and twenty others; and of a long prompt.
+MOST_TOKEN_BYTES = 32 * 1024
+MOST_PROMPT_BYTES = 16 * 1024 * 1024
 
 
 class LlamaGeneration(Generation):
@@ -61,7 +66,9 @@ class LlamaGeneration(Generation):
         self.kv_tokens = 0
         self._prefilled = 0
         self._done_before = 0
+        self._held_tokens = 0
         self._own = False
+        self._segment_start = 0
 
     # What subclasses provide -----------------------------------------------------------------------
 
@@ -75,7 +82,7 @@ class LlamaGeneration(Generation):
 
     @abstractmethod
     def _roll_back(self) -> None:
-        """A cut: forget what arrived but was not forwarded."""
+        """A cut: forget what arrived but was not forwarded; `_held_tokens` is what that might cost."""
 
     @abstractmethod
     async def _prompt_to_prefill(self, at_least: int) -> list[int]:
@@ -91,6 +98,7 @@ class LlamaGeneration(Generation):
         if self._parked is not None and slot != self._kv_slot:
             await self.discard()
         self._requested = self._started = self._silent = False
+        self._held_tokens = 0
         self._sink = sink
         self._slot = slot
         self._done_before = self.n_done
@@ -108,7 +116,9 @@ class LlamaGeneration(Generation):
             raise
         finally:
             self._cut = False
-        return await self._stopped(slot, was_asked) if result is None else result
+        end = await self._stopped(slot, was_asked) if result is None else result
+        most = self._backend.slot_context
+        return end if end.kv_tokens <= most else replace(end, kv_tokens=most)
 
     def preempt(self) -> None:
         if self._cut:
@@ -172,14 +182,18 @@ class LlamaGeneration(Generation):
         if stream is None:
             if self._backend.piece_tokens:
                 await self._prefill(slot, self._backend.piece_tokens)
-            path, body = await self._request(slot)
-            self._requested = True
-            stream = Stream(await self._backend.open_stream(path, body))
+            stream = await self._open(slot)
         try:
             return await self._consume(stream)
         finally:
             if stream is not self._parked:
                 await stream.close()
+
+    async def _open(self, slot: int) -> Stream:
+        path, body = await self._request(slot)
+        self._requested = True
+        most_bytes = MOST_PROMPT_BYTES + MOST_TOKEN_BYTES * self._max_tokens
+        return Stream(await self._backend.open_stream(path, body), most_bytes)
 
     async def _close_unstarted(self) -> None:
         await anyio.sleep(UNSTARTED_BOUND_S)
@@ -219,7 +233,10 @@ class LlamaGeneration(Generation):
             elif self.n_done > self._done_before:
                 self._prefilled = self.prompt_tokens + self.n_done
         return Cut(
-            self.kv_tokens, resident=self._kv_slot == slot, stop_s=time.monotonic() - self._preempted_at
+            self.kv_tokens,
+            resident=self._kv_slot == slot,
+            stop_s=time.monotonic() - self._preempted_at,
+            held_tokens=self._held_tokens,
         )
 
     async def _prefill(self, slot: int, size: int) -> None:
@@ -244,7 +261,7 @@ class LlamaGeneration(Generation):
                 "response_fields": ["stop"],
             }
             self._requested = True
-            stream = Stream(await self._backend.open_stream("/completion", body))
+            stream = Stream(await self._backend.open_stream("/completion", body), MOST_PROMPT_BYTES)
             try:
                 async for event in stream.flat():
                     self._raise_on_error(event)
@@ -324,17 +341,29 @@ class LlamaGeneration(Generation):
     def _see_progress(self, event: dict[str, Any], prompt_tokens: int | None = None) -> None:
         progress = event.get("prompt_progress")
         if progress:
-            total, processed = int(progress["total"]), int(progress["processed"])
+            progress = told.obj(progress)
+            total = told.count(progress.get("total"), self._backend.slot_context)
+            processed, cached = (told.count(progress.get(name), total) for name in ("processed", "cache"))
             # A cut takes effect after the batch under way: count it, so that it is never too little.
             self.kv_tokens = min(total, processed + self._backend.batch_tokens)
             self._prefilled = processed
-            self._mark_started(prompt_tokens or total, int(progress["cache"]))
+            self._mark_started(prompt_tokens or total, cached)
+
+    def _counted(self, told_tokens: Any, at_least: int) -> int:
+        """Tokens of the whole reply, from what the engine tells of this segment's.
+
+        One that guesses ahead may tell a few more than it was asked for, and sends none of them.
+        """
+        predicted = min(self._max_tokens, self._segment_start + told.count(told_tokens))
+        if predicted < at_least:
+            raise told.strange()
+        return predicted
 
     def _mark_started(self, prompt_tokens: int, cached: int) -> None:
         if not self._started:
             self._started = True
             if not self.prompt_tokens:
-                self.prompt_tokens = prompt_tokens - self.n_done
+                self.prompt_tokens = max(0, prompt_tokens - self.n_done)
             self._sink.started(prompt_tokens, cached)
             if self._cut and self._asked is None and self._tasks is not None:
                 self._tasks.cancel_scope.cancel()

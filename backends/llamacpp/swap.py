@@ -19,6 +19,7 @@ import anyio.to_thread
 import httpx
 
 from backends.kv_shape import KvShape
+from backends.llamacpp import told
 from backends.llamacpp.client import LlamaCppClient
 from backends.llamacpp.swap_files import FileId, SwapFiles
 from backends.llamacpp.wire import error_of, read_json
@@ -32,6 +33,7 @@ SWAP_S = 120.0
 CANCEL_BOUND_S = 5.0
 # Beside the tensors a file has each cell's position, sequence and token, and a head.
 _ROOM_BYTES, _ROOM_SHARE = 1 << 16, 64
+_MOST_BYTES = 1 << 60
 _PROBE_KEY = "probe"
 _GATEWAY_STATUS = (502, 503, 504)
 _IDENTITY = (
@@ -84,8 +86,9 @@ class Swap:
         name = self.files.temporary_name(_PROBE_KEY)
         try:
             reply = await self._act(empty, "save", name)
-            return await self.files.size(_PROBE_KEY) == int(reply["n_written"])
-        except (SwapFailed, KeyError, TypeError, ValueError):
+            size = await self.files.size(_PROBE_KEY)
+            return size is not None and isinstance(reply, dict) and reply.get("n_written") == size
+        except SwapFailed:
             return False
         finally:
             with anyio.CancelScope(shield=True):
@@ -202,8 +205,10 @@ def _said(response: httpx.Response) -> str:
 
 def _figures(reply: Any, tokens: str, size: str, time_ms: str) -> tuple[int, int, float]:
     try:
-        return int(reply[tokens]), int(reply[size]), float(reply["timings"][time_ms]) / 1000
-    except (KeyError, TypeError, ValueError):
+        reply = told.obj(reply)
+        stall_s = max(0.0, told.number(told.obj(reply.get("timings")).get(time_ms))) / 1000
+        return told.count(reply.get(tokens)), told.count(reply.get(size), _MOST_BYTES), stall_s
+    except EngineUnavailable:
         raise SwapFailed("the engine answered a slot action in an unknown shape") from None
 
 

@@ -1,18 +1,21 @@
 """Turns on token ids: plain chat and completions, where a resume is exact.
 
 The engine is given token ids and asked for those it makes, so the next segment's prompt is the very
-sequence that is in the slot. Two gaps have to be closed:
+sequence that is in the slot. Three gaps have to be closed:
 
 - A token whose bytes leave a character incomplete is not sent; its id is missing before the next
   chunk, which `tokens_predicted` shows. That chunk's text is tokenised again when it is needed.
 - A token whose text may be the start of a stop string comes with empty text. It is forwarded only
   once the text is; at a cut it is forgotten, and generated again.
+- A grammar starts at its root with each request, and `/completion` cannot be told how far the text is in
+  it. So a completion with one is forwarded once it is whole, and a cut goes back to its beginning.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from backends.llamacpp import told
 from backends.llamacpp.client import LlamaCppClient
 from backends.llamacpp.segment import LlamaGeneration
 from backends.protocol import Finished, ReplySoFar, Sink
@@ -62,7 +65,8 @@ class TokenGeneration(LlamaGeneration):
         self._sent: list[int | str] = []
         self._held: list[int] = []
         self._held_from = 0
-        self._segment_start = 0
+        self._held_text: list[str] = []
+        self._hold_all = bool(body.get("grammar") or body.get("json_schema"))
         self._params = {key: value for key, value in body.items() if key not in _SERVICE_OWNED}
         if isinstance(self._params.get("stop"), str):
             self._params["stop"] = [self._params["stop"]]
@@ -77,7 +81,7 @@ class TokenGeneration(LlamaGeneration):
 
     async def _request(self, slot: int) -> tuple[str, dict[str, Any]]:
         self._segment_start = self._held_from = self.n_done
-        self._held = []
+        self._held, self._held_text = [], []
         return "/completion", {
             **self._params,
             "prompt": await self._whole_prompt(),
@@ -129,22 +133,29 @@ class TokenGeneration(LlamaGeneration):
         return await self._prompt_ids() + await self._sent_ids()
 
     def _read(self, event: dict[str, Any], sink: Sink) -> Finished | None:
-        content = event.get("content", "")
-        predicted = self._segment_start + int(event.get("tokens_predicted", 0))
+        content = told.text(event.get("content"))
+        predicted = self._counted(event.get("tokens_predicted", 0), self._held_from)
         if "prompt_progress" not in event:
-            self._take(content, event.get("tokens") or [], predicted, sink)
+            self._take(content, told.ids(event.get("tokens")), predicted, sink)
         if not event.get("stop"):
             return None
+        if self._hold_all:
+            self._hold_all = False
+            self._take("".join(self._held_text), [], predicted, sink)
         reason = "length" if event.get("stop_type") == "limit" else "stop"
         self.n_done = predicted
         # The last token was sampled, and not evaluated.
-        self.kv_tokens = int(event.get("tokens_cached", max(0, self.prompt_tokens + predicted - 1)))
+        cached = event.get("tokens_cached")
+        whole = max(0, self.prompt_tokens + predicted - 1)
+        self.kv_tokens = whole if cached is None else told.count(cached)
         return Finished(reason, predicted, self.kv_tokens)
 
     def _take(self, content: str, tokens: list[int], predicted: int, sink: Sink) -> None:
         self._held += tokens
         self.kv_tokens = self.prompt_tokens + predicted
-        if not content:
+        if self._hold_all:
+            self._held_text.append(content)
+        if self._hold_all or not content:
             return
         count = predicted - self._held_from
         known = count == len(self._held)
@@ -154,5 +165,5 @@ class TokenGeneration(LlamaGeneration):
         self._held = []
 
     def _roll_back(self) -> None:
-        self._held = []
+        self._held, self._held_text = [], []
         self.kv_tokens = self.prompt_tokens + self.n_done if self.n_done else self.kv_tokens

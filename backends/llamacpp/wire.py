@@ -12,14 +12,20 @@ import aiohttp
 import httpx
 import orjson
 
+from backends.llamacpp.told import word
 from backends.protocol import BackendError, EngineRefused, EngineUnavailable
+from backends.scrub import scrub
 
 MAX_EVENT_BYTES = 16 * 1024 * 1024
+# Vectors of a batch as digits, or the ids of a prompt as large as a body may be.
+MAX_ANSWER_BYTES = 64 * 1024 * 1024
+# orjson reads deeper than it writes, and what an event tells is written into a log.
+WRITABLE_DEPTH = 254
 DONE = "[DONE]"
 
 # What a request can raise. aiohttp's own come through where httpx has no counterpart: an answer that is
-# no HTTP at all, for one.
-TRANSPORT_ERRORS = (httpx.HTTPError, aiohttp.ClientError, OSError)
+# no HTTP at all, for one. The UnicodeError is a reason phrase's.
+TRANSPORT_ERRORS = (httpx.HTTPError, aiohttp.ClientError, OSError, UnicodeError)
 
 
 class EngineUnreachable(EngineUnavailable):
@@ -32,11 +38,11 @@ class SseParser:
     Comments come as ``": text"``. Raises EngineUnavailable on a payload that is not JSON, or too long.
     """
 
-    __slots__ = ("_rest", "_rest_bytes")
+    __slots__ = ("_rest",)
 
     def __init__(self) -> None:
-        self._rest: list[bytes] = []
-        self._rest_bytes = 0
+        # Not a list of parts: a line in single bytes would take forty times its size.
+        self._rest = bytearray()
 
     def feed(self, data: bytes) -> Iterator[dict[str, Any] | str]:
         """Take the next bytes; yield the events that are now complete."""
@@ -45,9 +51,8 @@ class SseParser:
             self._keep(data)
             return
         if self._rest:
-            head = b"".join(self._rest) + head
+            head = bytes(self._rest) + head
             self._rest.clear()
-            self._rest_bytes = 0
         if tail:
             self._keep(tail)
         for line in head.split(b"\n"):
@@ -63,9 +68,8 @@ class SseParser:
                 yield {"error": event} if isinstance(event, dict) and "error" not in event else event
 
     def _keep(self, unfinished: bytes) -> None:
-        self._rest.append(unfinished)
-        self._rest_bytes += len(unfinished)
-        if self._rest_bytes > MAX_EVENT_BYTES:
+        self._rest += unfinished
+        if len(self._rest) > MAX_EVENT_BYTES:
             raise EngineUnavailable("the engine sent an event that never ends")
 
 
@@ -74,11 +78,30 @@ def _payload(raw: bytes) -> dict[str, Any] | str:
         return DONE
     try:
         event = orjson.loads(raw)
+        # A short one cannot be so deep: most are spared the counting.
+        if len(raw) > 2 * WRITABLE_DEPTH and raw.count(b"{") + raw.count(b"[") > WRITABLE_DEPTH:
+            orjson.dumps(event)
     except orjson.JSONDecodeError:
         raise EngineUnavailable("the engine sent an event that is not JSON") from None
+    except orjson.JSONEncodeError:
+        raise EngineUnavailable("the engine sent an event that is nested too deep") from None
     if not isinstance(event, dict):
         raise EngineUnavailable("the engine sent an event that is not a JSON object")
     return event
+
+
+async def read_answer(response: httpx.Response) -> bytes:
+    """An answer's bytes as they were sent: what is compressed is not unpacked, to whatever size.
+
+    Raises EngineUnavailable when there are too many, and TRANSPORT_ERRORS.
+    """
+    assert isinstance(response.stream, httpx.AsyncByteStream)
+    body = bytearray()
+    async for chunk in response.stream:
+        body += chunk
+        if len(body) > MAX_ANSWER_BYTES:
+            raise EngineUnavailable("the engine sent an answer that never ends")
+    return bytes(body)
 
 
 def read_json(body: bytes) -> Any:
@@ -100,8 +123,8 @@ def error_of(status: int, body: bytes) -> BackendError:
         parsed = orjson.loads(body)
         error = parsed.get("error", parsed) if isinstance(parsed, dict) else None
         if isinstance(error, dict):
-            message = " ".join(str(error.get("message") or message).split())[:500]
-            kind = str(error.get("type") or "")
+            message = scrub(" ".join(str(error.get("message") or message).split())[:500])
+            kind = word(error.get("type"), "")
             code = error.get("code")
     except orjson.JSONDecodeError:
         pass

@@ -34,6 +34,7 @@ def parse_arguments(arguments: list[str] | None = None) -> tuple[SimulatedConfig
     add("--eos-probability", type=float, default=defaults.eos_probability)
     add("--multibyte-rate", type=float, default=defaults.multibyte_rate)
     add("--resume-reprefills", action="store_true", help="reuse KV only by appending to it")
+    add("--embeddings", action="store_true", help="offer /v1/embeddings and /v1/rerank")
     add("--native-park", action="store_true", help="offer park and unpark of processing slots")
     add("--slot-save-path", type=Path, help="directory for saved slots")
     add("--kv-bytes-per-token", type=int, default=defaults.kv_bytes_per_token)
@@ -60,6 +61,7 @@ def parse_arguments(arguments: list[str] | None = None) -> tuple[SimulatedConfig
             scripts=() if given.scripts is None else _read_scripts(given.scripts),
             resume_reprefills=given.resume_reprefills,
             slot_save_path=given.slot_save_path,
+            embeddings=given.embeddings,
             native_park=given.native_park,
             kv_bytes_per_token=given.kv_bytes_per_token,
             kv_fixed_bytes=given.kv_fixed_bytes,

@@ -19,6 +19,8 @@ from backends.simulated.bodies import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    EmbeddingsBody,
+    RerankBody,
     SamplingBody,
     SlotFileBody,
     TemplateBody,
@@ -26,6 +28,7 @@ from backends.simulated.bodies import (
     parse_body,
 )
 from backends.simulated.config import SimulatedConfig
+from backends.simulated.embedding import EvaluationResponse, embeddings_json, relevance, rerank_json
 from backends.simulated.events import ApiError, Failed
 from backends.simulated.faults import Fault, FaultBook
 from backends.simulated.generation import Generation, GenerationParams
@@ -34,7 +37,7 @@ from backends.simulated.openai import CREATED, ChatRenderer, TextCompletionRende
 from backends.simulated.response import GenerationResponse, close_connection
 from backends.simulated.sampler import Sampler, ScriptPlayer, TextSampler
 from backends.simulated.slot_actions import SlotAction, SlotActionKind
-from backends.simulated.template import CHAT_TEMPLATE, apply_template, last_user_text, message_text
+from backends.simulated.template import CHAT_TEMPLATE, apply_template, last_user_text
 from backends.simulated.tokenizer import N_VOCAB, decode, encode, valid_tokens
 from backends.simulated.wire import CompletionRenderer, Renderer, error_json
 
@@ -70,6 +73,8 @@ class Endpoints:
             Route("/v1/completions", self.text_completion, methods=post),
             Route("/v1/chat/completions", self.chat, methods=post),
             Route("/chat/completions", self.chat, methods=post),
+            Route("/v1/embeddings", self.embeddings, methods=post),
+            Route("/v1/rerank", self.rerank, methods=post),
             Route("/simulated/stats", self.stats),
             Route("/simulated/faults", self.list_faults, methods=["GET"]),
             Route("/simulated/faults", self.add_faults, methods=post),
@@ -176,10 +181,39 @@ class Endpoints:
             self._config.model_alias,
             self._reply_id("chatcmpl"),
             include_usage=body.include_usage,
-            echo=message_text(continued) if body.echo else "",
+            continued=continued if body.echo else None,
         )
         player = None if script is None else ScriptPlayer(script, continued)
         return self._generate(body, prompt, renderer, player)
+
+    async def embeddings(self, request: Request) -> ASGIApp:
+        self._check_embeds("embeddings")
+        body = parse_body(EmbeddingsBody, await request.body())
+        prompts = [encode(text) if isinstance(text, str) else text for text in body.inputs]
+        if not all(prompts):
+            raise ApiError(400, "Input content cannot be empty")
+        as_base64 = body.encoding_format == "base64"
+        alias = self._config.model_alias
+        return EvaluationResponse(
+            self._loop,
+            prompts,
+            lambda crowded: embeddings_json(alias, prompts, crowded, as_base64=as_base64),
+        )
+
+    async def rerank(self, request: Request) -> ASGIApp:
+        self._check_embeds("reranking")
+        body = parse_body(RerankBody, await request.body())
+        prompts = [encode(f"{body.query}\n{document}") for document in body.documents]
+        scores = [relevance(body.query, document) for document in body.documents]
+        alias = self._config.model_alias
+        return EvaluationResponse(
+            self._loop, prompts, lambda _: rerank_json(alias, prompts, scores, body.top_n)
+        )
+
+    def _check_embeds(self, what: str) -> None:
+        if not self._config.embeddings:
+            message = f"This server does not support {what}. Start it with `--{what}`"
+            raise ApiError(501, message, "not_supported_error")
 
     def _generate(
         self, body: SamplingBody, prompt: list[int], renderer: Renderer, sampler: Sampler | None = None

@@ -72,6 +72,25 @@ class ChatBody(SamplingBody):
     """With a continued message: the deltas begin with the text that was handed in."""
 
 
+class EmbeddingsBody(Body):
+    input: str | list[int] | list[str | list[int]]
+    encoding_format: Literal["float", "base64"] = "float"
+
+    @property
+    def inputs(self) -> list[str | list[int]]:
+        """Each a text or token ids."""
+        if isinstance(self.input, str):
+            return [self.input]
+        ids = [one for one in self.input if isinstance(one, int)]
+        return [ids] if ids else [one for one in self.input if not isinstance(one, int)]
+
+
+class RerankBody(Body):
+    query: str
+    documents: list[str]
+    top_n: int | None = None
+
+
 class TemplateBody(Body):
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None

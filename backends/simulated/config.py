@@ -49,6 +49,9 @@ class SimulatedConfig:
     """A request without a slot takes the free slot that shares more than this part of its prompt."""
     slot_save_path: Path | None = None
     """Directory for saved slots; None refuses save and restore."""
+    embeddings: bool = False
+    """Whether inputs are embedded and ranked: a llama.cpp server started with `--embeddings` and
+    `--reranking`, which it never is at the same time."""
     native_park: bool = False
     """Whether a processing slot can be parked and unparked."""
     preempt_ram_bytes: int = 1 << 30

@@ -27,6 +27,8 @@ class GenerationParams:
     """A fault: no progress once that many tokens are out."""
     ignore_disconnect: bool = False
     """A fault: the client's leaving does not end the request."""
+    evaluate_only: bool = False
+    """The prompt is evaluated, in one batch, and nothing is generated: an input to embed or to rank."""
 
 
 class Generation:
@@ -38,6 +40,8 @@ class Generation:
         self.cancelled = False
         self.parked = False
         self.id_slot = -1
+        self.crowded = False
+        """Whether it was evaluated together with others, each in KV of its own."""
         self.cached = 0
         self.processed = 0
         """Prompt tokens whose KV is in the slot, the reused ones included."""

@@ -159,6 +159,13 @@ class StepLoop:
         if not free:
             return False
         n_ctx = self._config.slot_n_ctx
+        if generation.params.evaluate_only and generation.n_prompt > self._timing.n_batch:
+            message = (
+                f"input ({generation.n_prompt} tokens) is too large to process. increase the physical batch "
+                f"size (current batch size: {self._timing.n_batch})"
+            )
+            generation.fail(Failed(500, "server_error", message))
+            return True
         if generation.n_prompt >= n_ctx:
             generation.fail(
                 Failed(
@@ -199,9 +206,13 @@ class StepLoop:
             (waiting if generation.prefilling else decoding).append((slot, generation))
         room = max(0, self._timing.n_batch - len(decoding))
         prefilling: list[tuple[Slot, Generation, int]] = []
+        # A batch holds tasks of one kind, and what generates comes first.
+        only_evaluated = not decoding and bool(waiting) and waiting[0][1].params.evaluate_only
         for slot, generation in waiting:
+            if generation.params.evaluate_only != only_evaluated:
+                continue
             size = min(room, generation.n_prompt - generation.processed)
-            if size:
+            if size and (not only_evaluated or size == generation.n_prompt):
                 prefilling.append((slot, generation, size))
                 room -= size
         new_tokens = len(decoding) + sum(size for _, _, size in prefilling)
@@ -252,7 +263,12 @@ class StepLoop:
             generation.prompt_s += plan.duration_s
             self._prefilled += size
             generation.report_progress()
-            if not generation.prefilling and not generation.hung:
+            if generation.params.evaluate_only:
+                generation.crowded = len(plan.prefilling) > 1 and not self._config.kv_unified
+                generation.finish("none")
+                slot.release(self._steps)
+                self._wake.set()
+            elif not generation.prefilling and not generation.hung:
                 self._sample(slot, generation)
 
     def _sample(self, slot: Slot, generation: Generation) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import orjson
 
 from backends.simulated.events import Finished, Progress, TokenOut
+from backends.simulated.template import message_text, read_calls
 from backends.simulated.wire import progress_json, timings_json, token_timings_json
 
 _FINGERPRINT = "b0-simulated"
@@ -47,7 +48,10 @@ class ChatRenderer:
 
     end = b"[DONE]"
 
-    def __init__(self, model: str, reply_id: str, *, include_usage: bool, echo: str = "") -> None:
+    def __init__(
+        self, model: str, reply_id: str, *, include_usage: bool, continued: Mapping[str, Any] | None = None
+    ) -> None:
+        """`continued`: the message to repeat before what is generated."""
         self._base = {
             "created": CREATED,
             "id": reply_id,
@@ -55,7 +59,7 @@ class ChatRenderer:
             "system_fingerprint": _FINGERPRINT,
         }
         self._include_usage = include_usage
-        self._echo = echo
+        self._echo = _repeated(continued, reply_id) if continued else []
         self._begun = False
 
     def chunks(self, event: Progress | TokenOut | Finished) -> list[bytes]:
@@ -66,8 +70,7 @@ class ChatRenderer:
         if not self._begun:
             self._begun = True
             chunks.append(self._chunk({"role": "assistant", "content": None}))
-            if self._echo:
-                chunks.append(self._chunk({"content": self._echo}))
+            chunks += [self._chunk(delta) for delta in self._echo]
         if isinstance(event, Finished):
             chunks += self._closing(event)
         elif event.delta is not None:
@@ -77,9 +80,8 @@ class ChatRenderer:
         return [orjson.dumps(chunk) for chunk in chunks]
 
     def whole(self, finished: Finished) -> bytes:
-        message: dict[str, Any] = {"role": "assistant", "content": self._echo + finished.text}
-        if finished.deltas:
-            message |= merge_deltas(finished.deltas)
+        own = finished.deltas or ({"content": finished.text},)
+        message = {"role": "assistant", "content": "", **merge_deltas([*self._echo, *own])}
         choice = {"finish_reason": finished.finish_reason, "index": 0, "message": message}
         return orjson.dumps(
             {"choices": [choice], **self._base, "object": "chat.completion"} | _accounts(finished)
@@ -95,6 +97,18 @@ class ChatRenderer:
     def _chunk(self, delta: Mapping[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
         choice = {"finish_reason": finish_reason, "index": 0, "delta": delta}
         return {"choices": [choice], **self._base, "object": "chat.completion.chunk"}
+
+
+def _repeated(message: Mapping[str, Any], reply_id: str) -> list[dict[str, Any]]:
+    """The deltas of a message that is continued. Its calls get new ids, as in any reply."""
+    text, calls = read_calls(message_text(message))
+    texts = {"reasoning_content": message.get("reasoning_content"), "content": text}
+    deltas: list[dict[str, Any]] = [{name: text} for name, text in texts.items() if text]
+    for index, (name, arguments) in enumerate(calls):
+        function = {"name": name, "arguments": arguments}
+        call = {"index": index, "id": f"{reply_id}-call-{index}", "type": "function", "function": function}
+        deltas.append({"tool_calls": [call]})
+    return deltas
 
 
 def merge_deltas(deltas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -94,7 +94,9 @@ PROFILES: Mapping[str, TimingProfile] = MappingProxyType(
             save_tokens_per_s=_REFERENCE_PREFILL_TOKENS_PER_S * _REFERENCE_SWAP_SPEEDUP,
             restore_tokens_per_s=_REFERENCE_PREFILL_TOKENS_PER_S * _REFERENCE_SWAP_SPEEDUP,
         ),
+        "crowd": TimingProfile(base_step_s=0.5, prefill_tokens_per_s=1_000_000.0, n_batch=8192),
     }
 )
 """`instant` takes no time but still works step by step; `fast` has steps of 1 ms; `reference` is the
-reference machine."""
+reference machine; `crowd` has two steps a second for any number of sequences: a thousand streams on a small
+machine."""

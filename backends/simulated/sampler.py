@@ -17,6 +17,7 @@ from hashlib import blake2b
 from typing import Any, Protocol
 
 from backends.simulated.config import ScriptedReply
+from backends.simulated.template import read_calls
 from backends.simulated.tokenizer import EOS, IM_START, byte_token, encode, lone_byte, token_bytes
 
 _WORD_LIST = (
@@ -123,7 +124,8 @@ class TextSampler:
 class ScriptPlayer:
     """Plays a scripted reply: filler tokens worth each delta's text, the delta with the last of them.
 
-    `already_sent` is the message to continue; the script goes on after its reasoning and content.
+    `already_sent` is the message to continue; the script goes on after its reasoning, its content and the
+    calls in that.
     """
 
     def __init__(self, reply: ScriptedReply, already_sent: Mapping[str, Any] | None = None) -> None:
@@ -197,23 +199,61 @@ _TEXT_FIELDS = ("reasoning_content", "content")
 def _remaining_deltas(
     deltas: Sequence[Mapping[str, Any]], already_sent: Mapping[str, Any]
 ) -> list[Mapping[str, Any]]:
-    """The script after the text the client already has; all of it if that text is another."""
-    skip = {name: len(already_sent.get(name) or "") for name in _TEXT_FIELDS}
-    for name in _TEXT_FIELDS:
-        whole = "".join(delta.get(name) or "" for delta in deltas)
-        if not whole.startswith(already_sent.get(name) or ""):
-            return list(deltas)
+    """The script after what was handed in: reasoning, content, and in that perhaps calls, the last of which
+    may break off; all of the script if that is not its beginning. Who hands in content has had all reasoning,
+    and who hands in calls all content."""
+    content, calls = read_calls(already_sent.get("content") or "")
+    known = {"reasoning_content": already_sent.get("reasoning_content") or "", "content": content}
+    known |= {_argument_key(index): arguments for index, (_, arguments) in enumerate(calls)}
+    over = [name for name, later in (("reasoning_content", content or calls), ("content", calls)) if later]
+    known |= {name: "".join(delta.get(name) or "" for delta in deltas) for name in over if not known[name]}
     remaining: list[Mapping[str, Any]] = []
     for delta in deltas:
-        field = next((name for name in _TEXT_FIELDS if delta.get(name)), None)
-        if field is not None and skip[field]:
-            cut = min(skip[field], len(delta[field]))
-            skip[field] -= cut
-            if cut < len(delta[field]):
-                remaining.append({**delta, field: delta[field][cut:]})
-        elif not any(skip.values()):
-            remaining.append(delta)
+        rest = _without_known(delta, known, len(calls))
+        if rest is None:
+            return list(deltas)
+        if rest:
+            remaining.append(rest)
     return remaining
+
+
+def _without_known(delta: Mapping[str, Any], known: dict[str, str], n_calls: int) -> dict[str, Any] | None:
+    """What of a delta is new, and takes the rest off `known`; None if it is something else."""
+    rest: dict[str, Any] = {}
+    for name, value in delta.items():
+        if name in _TEXT_FIELDS and value:
+            text = _after(value, known, name)
+            if text is None:
+                return None
+            rest |= {name: text} if text else {}
+        elif name == "tool_calls":
+            pieces = []
+            for piece in value:
+                function = piece.get("function") or {}
+                text = _after(function.get("arguments") or "", known, _argument_key(piece.get("index", 0)))
+                if text is None:
+                    return None
+                if piece.get("index", 0) >= n_calls:
+                    pieces.append(piece)
+                elif text:
+                    pieces.append({"index": piece.get("index", 0), "function": {"arguments": text}})
+            rest |= {name: pieces} if pieces else {}
+        elif not any(known.values()):
+            rest[name] = value
+    return rest
+
+
+def _after(text: str, known: dict[str, str], key: str) -> str | None:
+    """What of a text is not known yet; None if it is another text."""
+    old = known.get(key, "")
+    if not text.startswith(old[: len(text)]):
+        return None
+    known[key] = old[len(text) :]
+    return text[len(old) :]
+
+
+def _argument_key(index: int) -> str:
+    return f"arguments {index}"
 
 
 def _delta_text(delta: Mapping[str, Any]) -> str:

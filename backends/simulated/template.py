@@ -1,5 +1,6 @@
 """The ChatML template: chat messages to prompt text."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -54,8 +55,25 @@ def apply_template(
     return "".join(parts)
 
 
+_CALL_BEGIN, _CALL_END = "<tool_call>", "</tool_call>"
+_CALL = re.compile(
+    r'<tool_call>\{"name": "(?P<name>[^"]*)", "arguments": (?P<arguments>.*?)(?:\}</tool_call>|\Z)', re.S
+)
+
+
+def call_text(name: str, arguments: str) -> str:
+    """A tool call as the model would write it."""
+    return f'{_CALL_BEGIN}{{"name": "{name}", "arguments": {arguments}}}{_CALL_END}'
+
+
+def read_calls(content: str) -> tuple[str, list[tuple[str, str]]]:
+    """The text before any tool call, and the calls after it as (name, arguments); the last may break off."""
+    calls = [(match["name"], match["arguments"]) for match in _CALL.finditer(content)]
+    return content.partition(_CALL_BEGIN)[0], calls
+
+
 def message_text(message: Mapping[str, Any]) -> str:
-    """The text of a message: its content (a string or text parts), then its tool calls as JSON."""
+    """The text of a message: its content (a string or text parts), then its tool calls."""
     content = message.get("content")
     if content is None:
         text = ""
@@ -66,9 +84,12 @@ def message_text(message: Mapping[str, Any]) -> str:
     else:
         raise ApiError(400, "message content must be a string, an array of text parts, or null")
     calls = message.get("tool_calls") or ()
-    return text + "".join(
-        f"<tool_call>{orjson.dumps(call.get('function')).decode()}</tool_call>" for call in calls
-    )
+    for function in (call.get("function") or {} for call in calls):
+        arguments = function.get("arguments", "")
+        if not isinstance(arguments, str):
+            arguments = orjson.dumps(arguments).decode()
+        text += call_text(str(function.get("name", "")), arguments)
+    return text
 
 
 def last_user_text(messages: Sequence[Mapping[str, Any]]) -> str:

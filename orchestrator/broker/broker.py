@@ -18,12 +18,14 @@ import orjson
 from redis.asyncio import Redis
 
 from orchestrator.broker import keys as k
-from orchestrator.broker.records import TurnRecord, error_entry, request_fields, timeline_entry
+from orchestrator.broker.records import LISTED_FIELDS, TurnRecord, error_entry, request_fields, timeline_entry
 from orchestrator.turns import FINAL_STATES, IllegalTransition, TurnRequest, TurnState, sources_of
 
 _LUA = files("orchestrator.broker") / "lua"
 STATE_TTL_MS = 5_000
 SNAPSHOT_BATCH = 500
+# To read more at once would hold up everybody's streams.
+RECORDS_LOT = 50
 
 
 class Deposed(Exception):
@@ -162,14 +164,37 @@ class Broker:
         fields = await self.redis.hgetall(k.Keys(pool).turn(turn))
         return TurnRecord.decode(fields) if fields else None
 
+    async def records(self, pool: str, turns: Sequence[str]) -> list[TurnRecord]:
+        """The records that there are of these turns, for a list: without their prompts, a lot at a time."""
+        found = []
+        for at in range(0, len(turns), RECORDS_LOT):
+            pipe = self.redis.pipeline(transaction=False)
+            for turn in turns[at : at + RECORDS_LOT]:
+                pipe.hmget(k.Keys(pool).turn(turn), LISTED_FIELDS)
+            for values in await pipe.execute():
+                fields = {
+                    name: value
+                    for name, value in zip(LISTED_FIELDS, values, strict=True)
+                    if value is not None
+                }
+                if fields:
+                    found.append(TurnRecord.decode(fields))
+        return found
+
     async def timeline(self, pool: str, turn: str) -> list[dict[str, Any]]:
         """What happened to the turn, oldest first."""
         lines = await self.redis.lrange(k.Keys(pool).timeline(turn), 0, -1)
         return [orjson.loads(line) for line in lines]
 
-    async def log(self, pool: str, turn: str, start: int = 0) -> list[bytes]:
-        """The turn's output log from entry `start` on."""
-        return cast(list[bytes], await self.redis.lrange(k.Keys(pool).log(turn), start, -1))
+    async def standing(self, pool: str, turn: str) -> tuple[TurnState, str | None] | None:
+        """A turn's state and error, without the rest of its record, which holds its prompt."""
+        state, error = await self.redis.hmget(k.Keys(pool).turn(turn), "state", "error")
+        return None if state is None else (TurnState(state.decode()), error.decode() if error else None)
+
+    async def log(self, pool: str, turn: str, start: int = 0, count: int | None = None) -> list[bytes]:
+        """The turn's output log from entry `start` on: all of it, or at most `count` entries."""
+        stop = -1 if count is None else start + count - 1
+        return cast(list[bytes], await self.redis.lrange(k.Keys(pool).log(turn), start, stop))
 
     async def recent(self, pool: str, count: int) -> list[str]:
         """The ids of the turns that ended last, newest first."""

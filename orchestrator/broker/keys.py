@@ -16,6 +16,8 @@ All keys of a pool share the hash tag ``{pool}``, so each Lua script touches one
 | `swarm:{P}:backend:B:fence` | counter | one key a backend |
 | `swarm:{P}:backend:B:turns` | set: turns it owns | an entry leaves at the turn's end |
 | `swarm:{P}:backend:B:state` | string: what `/swarm/state` shows | TTL |
+| `swarm:{P}:agent:A:prompts` | list: how alike its last prompts were | trimmed to 32, TTL |
+| `swarm:{P}:agent:A:pins` | hash: lines that its prompts keep | TTL |
 """
 
 from __future__ import annotations
@@ -93,3 +95,9 @@ class Keys:
 
     def state(self, backend: str) -> str:
         return self._key(f"backend:{backend}:state")
+
+    def prompts(self, agent: str) -> str:
+        return self._key(f"agent:{agent}:prompts")
+
+    def pins(self, agent: str) -> str:
+        return self._key(f"agent:{agent}:pins")

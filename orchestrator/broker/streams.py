@@ -3,7 +3,8 @@
 A message may be lost (Redis restarted, the connection broke), so it is only a hint: each reader knows
 the number of the entry it needs next and reads the log itself whenever a message does not start there
 or none came for a while. A reader that falls behind keeps no backlog either: past `BACKLOG` entries
-it drops what was pushed and returns to the log.
+it drops what was pushed and returns to the log, of which it takes no more than that at a time. So what a
+client costs that reads slowly, or not at all, is bounded, however long its turn's log is.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from redis.exceptions import RedisError
 from orchestrator.broker.broker import Broker
 from orchestrator.broker.keys import gateway_channel
 
-BACKLOG = 256
+# The most entries of one turn in memory; over three seconds of a fast stream.
+BACKLOG = 128
 RECONNECT_S = 0.2
 
 Entry = list[Any]
@@ -59,16 +61,21 @@ class TurnStream:
         self._wake.set()
 
     async def next(self, timeout_s: float) -> list[Entry]:
-        """The next entries, all that are there; an empty list when none came within `timeout_s`."""
+        """The next entries, at most `BACKLOG`; an empty list when none came within `timeout_s`.
+
+        Raises RedisError, OSError; call `suspect` then.
+        """
         if not self._pushed and not self._behind:
             self._wake = anyio.Event()
             with anyio.move_on_after(timeout_s):
                 await self._wake.wait()
         if self._behind or not self._pushed:
             self._behind = False
-            raw = await self._broker.log(self._pool, self.turn, self._next + len(self._pushed))
+            raw = await self._broker.log(self._pool, self.turn, self._next, BACKLOG)
             if not self._pushed:
                 self._pushed.extend(orjson.loads(line) for line in raw)
+                # There may be more, which nobody will push again.
+                self._behind = self._behind or len(raw) == BACKLOG
         entries = list(self._pushed)
         self._pushed.clear()
         self._next += len(entries)
@@ -83,17 +90,23 @@ class OutputReader:
         self._broker = broker
         self._subscriber = subscriber
         self._channel = gateway_channel(gateway)
-        self._streams: dict[str, TurnStream] = {}
+        self._streams: dict[str, list[TurnStream]] = {}
 
     @asynccontextmanager
     async def open(self, pool: str, turn: str) -> AsyncIterator[TurnStream]:
-        """Listen to one turn. Open before the turn is submitted, so that nothing is missed."""
+        """Listen to one turn. Open before the turn is submitted, so that nothing is missed.
+
+        One turn may have several readers, each of which gets all of it.
+        """
         stream = TurnStream(self._broker, pool, turn)
-        self._streams[turn] = stream
+        streams = self._streams.setdefault(turn, [])
+        streams.append(stream)
         try:
             yield stream
         finally:
-            del self._streams[turn]
+            streams.remove(stream)
+            if not streams:
+                del self._streams[turn]
 
     async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Read the channel until cancelled; reconnects, and then lets every stream check its log."""
@@ -104,8 +117,9 @@ class OutputReader:
                     await pubsub.subscribe(self._channel)
                     async for message in pubsub.listen():
                         if message["type"] == "subscribe":
-                            for stream in self._streams.values():
-                                stream.suspect()
+                            for streams in self._streams.values():
+                                for stream in streams:
+                                    stream.suspect()
                             if not started:
                                 started = True
                                 task_status.started()
@@ -117,6 +131,5 @@ class OutputReader:
 
     def _hand_out(self, data: bytes) -> None:
         for turn, start, entries in orjson.loads(data):
-            stream = self._streams.get(turn)
-            if stream is not None:
+            for stream in self._streams.get(turn, ()):
                 stream.push(start, entries)

@@ -188,6 +188,36 @@ def add_to(app: typer.Typer) -> None:
         _run("truth", _settings("truth", quick, **changes, trace=trace, seed=seed), json_path)
 
     @group.command()
+    def streams(
+        json_path: JsonFile = None,
+        quick: Quick = False,
+        streams: Annotated[int | None, typer.Option(min=2, max=1000, help="Streams in all.")] = None,
+        slow: Annotated[
+            int | None, typer.Option(min=1, max=999, help="How many of them are read slowly or not at all.")
+        ] = None,
+        rounds: Annotated[int | None, typer.Option(min=1, max=100, help="Rounds of both phases.")] = None,
+        seed: Annotated[int | None, typer.Option(help="Seed of the turns.")] = None,
+    ) -> None:
+        """What readers that are slow, or do not read at all, cost everybody else."""
+        settings = _settings("streams", quick, streams=streams, slow=slow, rounds=rounds, seed=seed)
+        if settings.slow >= settings.streams:
+            fail(f"--slow: {settings.slow} of {settings.streams} streams leaves no others")
+        _run("streams", settings, json_path)
+
+    @group.command()
+    def cuts(
+        json_path: JsonFile = None,
+        quick: Quick = False,
+        cuts: Annotated[int | None, typer.Option(min=1, max=1_000_000, help="Cuts in all.")] = None,
+        kinds: Annotated[str | None, typer.Option(help="Which kinds of turns, with commas.")] = None,
+        seed: Annotated[int | None, typer.Option(help="Seed of the places.")] = None,
+    ) -> None:
+        """Turns cut anywhere on the real engine, and what is wrong with their replies."""
+        known = tuple(kind.name for kind in _bench("cuts").KINDS)
+        changes = {"cuts": cuts, "kinds": _words(kinds, "--kinds", known), "seed": seed}
+        _run("cuts", _settings("cuts", quick, **changes), json_path)
+
+    @group.command()
     def scheduler(
         json_path: JsonFile = None,
         quick: Quick = False,

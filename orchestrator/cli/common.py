@@ -1,15 +1,10 @@
-"""What the commands share: reading the configuration, errors in one line, logging."""
+"""What the commands share: reading the configuration, and errors in one line."""
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, NoReturn
 
-import structlog
 import typer
 
 from orchestrator.config import Config, ConfigError, load_config
@@ -29,52 +24,6 @@ def load(path: Path) -> Config:
         return load_config(path)
     except ConfigError as error:
         fail(str(error))
-
-
-def set_up_logging(verbose: bool) -> None:
-    """Log to standard error: readable on a terminal, JSON lines elsewhere."""
-    terminal = sys.stderr.isatty()
-    renderer: structlog.typing.Processor = (
-        structlog.dev.ConsoleRenderer() if terminal else structlog.processors.JSONRenderer()
-    )
-    structlog.configure(
-        processors=[
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=not terminal),
-            structlog.processors.format_exc_info,
-            renderer,
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.DEBUG if verbose else logging.INFO),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-        cache_logger_on_first_use=True,
-    )
-
-
-@contextlib.contextmanager
-def logging_to(path: Path) -> Iterator[None]:
-    """Log JSON lines to a file, this program's and its libraries': for commands that own the terminal.
-
-    Raises OSError.
-    """
-    with path.open("w") as file:
-        structlog.configure(
-            processors=[
-                structlog.processors.add_log_level,
-                structlog.processors.TimeStamper(fmt="iso"),
-                structlog.processors.format_exc_info,
-                structlog.processors.JSONRenderer(),
-            ],
-            wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-            logger_factory=structlog.PrintLoggerFactory(file),
-            cache_logger_on_first_use=False,
-        )
-        handler = logging.StreamHandler(file)
-        logging.getLogger().addHandler(handler)
-        try:
-            yield
-        finally:
-            logging.getLogger().removeHandler(handler)
-            structlog.reset_defaults()
 
 
 def root_cause(error: BaseException) -> BaseException:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import typer
 
-from orchestrator.cli.common import ConfigOption, load
+from orchestrator.cli.common import ConfigOption, fail, load
 from orchestrator.cli.figures import plural
+from orchestrator.config import exposure_problem
 
 
 def add_to(app: typer.Typer) -> None:
@@ -23,5 +24,8 @@ def add_to(app: typer.Typer) -> None:
     def check(config: ConfigOption = Path("config.yaml")) -> None:
         """Say whether the file is valid; each mistake is one line on standard error, exit code 2."""
         settings = load(config)
+        problem = exposure_problem(settings)
+        if problem is not None:
+            fail(f"{config}: {problem}")
         backends, agents = plural(len(settings.backends), "backend"), plural(len(settings.agents), "agent")
         typer.echo(f"{config} is valid: {backends}, {agents}")

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.text import Text
 
 from benchmarks.report import Report, Summary, figure, milliseconds, percentile, ratio
-from orchestrator.cli.common import ConfigOption, fail, load, logging_to, root_cause, writable_json
+from orchestrator.cli.common import ConfigOption, fail, load, root_cause, writable_json
 from orchestrator.cli.demo_phase import Cast, DemoError, Phase, phase_config, run_phase
 from orchestrator.cli.figures import clock, duration, plural
 from orchestrator.cli.render import joined, screen
@@ -32,6 +32,7 @@ from orchestrator.cli.terminal import Screen, screen_of
 from orchestrator.cli.up import STARTUP_ERRORS
 from orchestrator.cli.view import SwarmState
 from orchestrator.config import Config
+from orchestrator.logs import logging_to
 
 SEED = 1
 REDRAW_S = 0.25
@@ -276,7 +277,8 @@ def add_to(app: typer.Typer) -> None:
         try:
             with (
                 _state_folder(settings) as folder,
-                logging_to(settings.redis.state_dir / "demo.log"),
+                (settings.redis.state_dir / "demo.log").open("w") as log,
+                logging_to(log),
                 _show(console.is_terminal and not plain, cast, phases, settings) as show,
             ):
                 finished = uvloop.run(_play(settings, folder, show))

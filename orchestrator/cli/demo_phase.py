@@ -138,10 +138,14 @@ def _wait(result: TurnResult, now: float) -> float | None:
 
 
 def phase_config(config: Config, folder: Path, *, preemption: bool) -> Config:
-    """The configuration with a broker of its own in `folder`, on any free port of this machine."""
+    """The configuration with a broker of its own in `folder`, on any free port of this machine.
+
+    Without keys: the configuration has their hashes only, and here agents are known by their names.
+    """
     return config.model_copy(
         update={
-            "server": config.server.model_copy(update={"host": HOST, "port": 0}),
+            "server": config.server.model_copy(update={"host": HOST, "port": 0, "admin_key": None}),
+            "agents": {name: agent.model_copy(update={"key": None}) for name, agent in config.agents.items()},
             "redis": Redis(url="embedded").model_copy(update={"state_dir": folder}),
             "policy": config.policy.model_copy(update={"preemption": preemption}),
         }
@@ -165,7 +169,7 @@ async def run_phase(
                 for name in names:
                     agent = config.agents[name]
                     for turns in _turns(name, agent, phase.seed):
-                        clients.start_soon(_client, phase.url, _headers(name, agent), turns, into)
+                        clients.start_soon(_client, phase.url, {"X-Swarm-Agent": name}, turns, into)
 
             clients.start_soon(watch, phase)
             play(cast.background, phase.background)
@@ -189,10 +193,6 @@ async def _until_healthy(url: str, config: Config) -> None:
     external = [backend.url for backend in config.backends if backend.url is not None]
     which = f" at {', '.join(external)}" if external else ""
     raise DemoError(f"no engine{which} was ready within {START_BOUND_S:g} s; see: swarm doctor")
-
-
-def _headers(name: str, agent: Agent) -> dict[str, str]:
-    return {"X-Swarm-Agent": name} | ({"Authorization": f"Bearer {agent.key}"} if agent.key else {})
 
 
 def _turns(name: str, agent: Agent, seed: int) -> Iterator[Iterator[TurnPlan]]:

@@ -19,6 +19,7 @@ from orchestrator.cli.common import ConfigOption, load
 from orchestrator.cli.engine_findings import backend_findings
 from orchestrator.cli.figures import plural
 from orchestrator.cli.findings import Finding, agent_findings, port_findings, redis_findings
+from orchestrator.cli.prefix_findings import prefix_findings
 from orchestrator.cli.styles import BAD, GOOD, PAUSED
 from orchestrator.config import Config
 
@@ -35,6 +36,8 @@ async def examine(config: Config, *, deep: bool) -> AsyncIterator[Finding]:
     for finding in agent_findings(config):
         yield finding
     async for finding in port_findings(config):
+        yield finding
+    async for finding in prefix_findings(config):
         yield finding
 
 
@@ -76,7 +79,7 @@ def add_to(app: typer.Typer) -> None:
         ] = False,
         as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
     ) -> None:
-        """Check broker, engines, agents and port; exit code 1 when something fails."""
+        """Check broker, engines, agents, port and prompts; exit code 1 when something fails."""
         settings = load(config)
         found = anyio.run(lambda: _run(settings, deep=deep, as_json=as_json))
         if as_json:

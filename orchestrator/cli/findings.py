@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import os
 import re
 import socket
@@ -18,13 +17,16 @@ import redis.asyncio
 from redis.exceptions import RedisError, ResponseError
 
 from orchestrator.cli.figures import plural
-from orchestrator.config import Config
+from orchestrator.cli.service_client import ServiceProblem, admin_headers
+from orchestrator.config import Config, exposure_problem
 
 Level = Literal["ok", "warn", "fail"]
 
 MIN_REDIS = (6, 2)
 ASK_S = 5.0
 FREE_DISK_BYTES = 1 << 28
+# How a service says that it wants its admin key.
+ADMIN_REFUSALS = ("admin_key_required", "admin_only")
 
 
 @dataclass(frozen=True)
@@ -53,13 +55,15 @@ def broken(what: str, text: str, remedy: str) -> Finding:
 
 
 def agent_findings(config: Config) -> Iterator[Finding]:
-    """Who can be told apart, and whether anybody can be preempted."""
+    """Who can be told apart, who may come in, and whether anybody can be preempted."""
+    problem = exposure_problem(config)
+    if problem is not None:
+        text, _, remedy = problem.partition(". ")
+        yield broken("keys", text, remedy)
     keyless = [name for name, agent in config.agents.items() if agent.key is None]
     shown = ", ".join(keyless[:6]) + (", ..." if len(keyless) > 6 else "")
-    remedy = "give each agent a key of its own (agents.NAME.key)"
-    if keyless and not _is_loopback(config.server.host):
-        yield warn("agents", f"without a key, on {config.server.host}: anybody may be {shown}", remedy)
-    elif len(keyless) > 1:
+    remedy = "give each agent a key of its own: swarm key new --all --write"
+    if len(keyless) > 1:
         told_apart = "only the header X-Swarm-Agent tells them apart, which many clients cannot send"
         yield warn("agents", f"{shown} have no key: {told_apart}", remedy)
     elif keyless:
@@ -82,15 +86,6 @@ def agent_findings(config: Config) -> Iterator[Finding]:
         yield warn("priorities", "policy.preemption is off", "set policy.preemption to true")
     else:
         yield ok("priorities", f"agents have {len(priorities)} different ones")
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 # Port --------------------------------------------------------------------------------------------
@@ -131,12 +126,18 @@ def _cannot_bind(host: str, port: int) -> OSError | None:
 async def _is_service(host: str, port: int) -> bool:
     reach = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     url = f"http://{f'[{reach}]' if ':' in reach else reach}:{port}/swarm/state"
-    async with httpx.AsyncClient(trust_env=False, timeout=ASK_S) as client:
-        try:
-            reply = (await client.get(url)).json()
-        except (httpx.HTTPError, ValueError):
-            return False
-    return isinstance(reply, dict) and "backends" in reply
+    try:
+        async with httpx.AsyncClient(headers=admin_headers(), trust_env=False, timeout=ASK_S) as client:
+            response = await client.get(url)
+            reply = response.json()
+    except (httpx.HTTPError, ValueError, ServiceProblem):
+        return False
+    if not isinstance(reply, dict):
+        return False
+    # Without its admin key the service only says that it wants one.
+    refused = reply.get("error")
+    code = refused.get("code") if isinstance(refused, dict) else None
+    return "backends" in reply or code in ADMIN_REFUSALS
 
 
 # Broker ------------------------------------------------------------------------------------------

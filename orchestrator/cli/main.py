@@ -10,10 +10,10 @@ from typing import Annotated
 import typer
 
 from orchestrator import __version__
-from orchestrator.cli import bench, config, demo, doctor, plan, ps, simulate, trace, turns, up
+from orchestrator.cli import bench, config, demo, doctor, explain, key, plan, ps, simulate, trace, turns, up
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-for group in (up, demo, ps, turns, config, plan, simulate, doctor, trace, bench):
+for group in (up, demo, ps, turns, explain, config, key, plan, simulate, doctor, trace, bench):
     group.add_to(app)
 
 

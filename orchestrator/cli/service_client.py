@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +19,8 @@ from orchestrator.config import Config
 
 DEFAULT_CONFIG = Path("config.yaml")
 DEFAULT_URL = "http://127.0.0.1:8700"
+# No option: others on the machine see a command line, but not an environment.
+ADMIN_KEY_VARIABLE = "SWARM_ADMIN_KEY"
 CONNECT_S = 3.0
 # The gateway answers within milliseconds, unless its broker is in trouble.
 REPLY_S = 15.0
@@ -36,6 +39,16 @@ _Reply = TypeVar("_Reply", bound=BaseModel)
 
 class ServiceProblem(Exception):
     """The service did not do what was asked; the message is one line."""
+
+
+def admin_headers() -> dict[str, str]:
+    """The headers that open `/swarm/`, from the environment. Raises ServiceProblem for what is no key."""
+    key = os.environ.get(ADMIN_KEY_VARIABLE, "").strip()
+    if not key:
+        return {}
+    if not (key.isascii() and key.isprintable()) or " " in key:
+        raise ServiceProblem(f"{ADMIN_KEY_VARIABLE} is not a key: keys are printable ASCII without blanks")
+    return {"Authorization": f"Bearer {key}"}
 
 
 def settings_for(config: Path | None, url: str | None) -> Config | None:
@@ -77,11 +90,14 @@ class ServiceClient:
     """A connection to one service, for commands that ask and print."""
 
     def __init__(self, url: str, *, config: Path | None = None) -> None:
-        """`config` is the file to name when the service must be started first."""
+        """`config` is the file to name when the service must be started first. Raises ServiceProblem."""
         self.url = url
         self._start_hint = f"swarm up -c {config or DEFAULT_CONFIG}"
         self._client = httpx.Client(
-            base_url=url, trust_env=False, timeout=httpx.Timeout(REPLY_S, connect=CONNECT_S)
+            base_url=url,
+            headers=admin_headers(),
+            trust_env=False,
+            timeout=httpx.Timeout(REPLY_S, connect=CONNECT_S),
         )
 
     def __enter__(self) -> Self:

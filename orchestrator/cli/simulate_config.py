@@ -92,14 +92,14 @@ def sweep_base(config: Config, model: EngineModel | None, pool: str | None) -> B
     backend = swarm.setup.backends[0]
     chosen = next(each for each in config.backends if each.name == backend.name)
     kv, token_bytes = _token_bytes(chosen)
-    budget = backend.policy.kv_budget_tokens
+    budget = backend.policy.kv_budget_tokens or _engine(chosen).kv_budget_tokens
     return Base(
         backend,
         swarm.setup.classes,
         TimesTheClients(_agents(config), swarm.setup.top_class),
         load=1.0,
         kv=kv,
-        kv_bytes=budget * token_bytes[kv] if budget is not None and kv in token_bytes else None,
+        kv_bytes=budget * token_bytes[kv] if kv in token_bytes else None,
         token_bytes=token_bytes,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
@@ -13,8 +14,9 @@ import uvloop
 
 from backends.managed import ManagedEngineError
 from orchestrator.broker.embedded import EmbeddedValkeyError
-from orchestrator.cli.common import ConfigOption, fail, load, set_up_logging
+from orchestrator.cli.common import ConfigOption, fail, load
 from orchestrator.config import Config
+from orchestrator.logs import logging_to
 from orchestrator.service import ServiceError, run_service
 
 STARTUP_ERRORS = (ServiceError, EmbeddedValkeyError, ManagedEngineError, OSError)
@@ -35,17 +37,19 @@ def add_to(app: typer.Typer) -> None:
     @app.command()
     def up(
         config: ConfigOption = Path("config.yaml"),
-        verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")] = False,
+        verbose: Annotated[
+            bool, typer.Option("--verbose", "-v", help="Log more, also parts of prompts in errors.")
+        ] = False,
     ) -> None:
         """Start the service and serve until interrupted."""
         settings = load(config)
-        set_up_logging(verbose)
 
         def ready(port: int) -> None:
             typer.echo(f"swarm is up: http://{settings.server.host}:{port}/v1")
 
         try:
-            uvloop.run(_serve(settings, ready))
+            with logging_to(sys.stderr, verbose=verbose):
+                uvloop.run(_serve(settings, ready))
         except* STARTUP_ERRORS as group:
             error: BaseException = group
             while isinstance(error, BaseExceptionGroup):

@@ -11,7 +11,8 @@ Bad input ends in `ConfigError` and in nothing else.
 
 from orchestrator.config.checks import BUNDLED_MODELS
 from orchestrator.config.document import KeyPath, Problem
-from orchestrator.config.load import ConfigError, load_config, parse_config
+from orchestrator.config.exposure import exposure_problem, is_loopback
+from orchestrator.config.load import ConfigError, load_config, parse_config, read_config
 from orchestrator.config.schema import (
     DEFAULT_PRIORITIES,
     Agent,
@@ -40,6 +41,9 @@ __all__ = [
     "Server",
     "Vram",
     "Workload",
+    "exposure_problem",
+    "is_loopback",
     "load_config",
     "parse_config",
+    "read_config",
 ]

@@ -3,11 +3,14 @@
 import re
 import shlex
 from decimal import Decimal
+from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
 from pydantic import BeforeValidator, ValidationInfo
 from pydantic_core import PydanticCustomError
+
+from orchestrator.keys import is_hash
 
 #: Names that mean the GGUF of an installed package; anything else is a path.
 BUNDLED_MODELS = ("smollm2-135m",)
@@ -21,6 +24,11 @@ _UNITS = {
     **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", 1)},
     **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", 1)},
 }
+
+_ORIGIN = (
+    r"(?P<scheme>[a-z][a-z0-9+.-]{0,40})://"
+    r"(?P<host>\*|(?:[a-z0-9_.-]{0,253}|\[[0-9a-f:.]{2,45}\])(?::[0-9]{1,5})?)"
+)
 
 NAME = r"[a-z0-9][a-z0-9_-]*"
 NAME_WORDS = "a name of lower-case letters, digits, _ and -, starting with a letter or digit"
@@ -163,6 +171,39 @@ def _engine_url(value: object) -> object:
     return str(value).rstrip("/")
 
 
+def _host_name(value: object) -> object:
+    allowed = "a host name or address, without a port"
+    if not isinstance(value, str):
+        raise refuse(allowed)
+    try:
+        return str(ip_address(value))
+    except ValueError:
+        if not re.fullmatch(r"[A-Za-z0-9_.-]{1,253}", value):
+            raise refuse(allowed) from None
+    return value.lower()
+
+
+def _origin(value: object) -> object:
+    """`scheme://host:port`, or `scheme://*` where no web page can have the scheme."""
+    allowed = "an origin such as http://localhost:3000 or vscode-webview://*"
+    origin = value.lower() if isinstance(value, str) else ""
+    if origin == "null":
+        raise refuse(f"{allowed} (any web page can send null)")
+    found = re.fullmatch(_ORIGIN, origin)
+    if found is None or (not found["host"] and found["scheme"] != "file"):
+        raise refuse(allowed)
+    if found["host"] == "*" and found["scheme"] in ("http", "https"):
+        raise refuse(f"{allowed} (* would let every web page in)")
+    return origin
+
+
+def _key_hash(value: object) -> object:
+    if not is_hash(value):
+        # Its text is not repeated: it may be the key itself.
+        raise refuse("the hash of a key; swarm key new NAME --write makes a key and puts its hash here")
+    return value
+
+
 def _anchored(value: object, info: ValidationInfo) -> object:
     if isinstance(value, Path):
         return value
@@ -196,6 +237,9 @@ switch = BeforeValidator(_switch)
 command_words = BeforeValidator(_words)
 redis_url = BeforeValidator(_redis_url)
 engine_url = BeforeValidator(_engine_url)
+host_name = BeforeValidator(_host_name)
+origin = BeforeValidator(_origin)
+key_hash = BeforeValidator(_key_hash)
 anchored_path = BeforeValidator(_anchored)
 model_file = BeforeValidator(_model)
 empty_when_null = BeforeValidator(lambda value: {} if value is None else value)

@@ -20,6 +20,9 @@ MAX_NODES = 20_000
 MAX_DIGITS = 30
 MAX_SHOWN = 60
 
+# What stands there may be a key, where a hash was meant.
+SECRET_KEYS = ("key", "admin_key")
+
 TOO_LARGE = f"is larger than {MAX_BYTES // 1024} KiB, too large for a configuration"
 
 
@@ -60,7 +63,7 @@ class Document:
 
     def show(self, path: KeyPath) -> str:
         """The value as its author wrote it, shortened, and without secrets."""
-        if path and path[-1] == "key":
+        if path and path[-1] in SECRET_KEYS:
             return "this key"
         return self.written.get(path, "nothing")
 

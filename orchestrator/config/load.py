@@ -30,6 +30,11 @@ class ConfigError(ValueError):
 
 def load_config(path: Path | str) -> Config:
     """Read a file. Relative paths in it start at its own folder."""
+    return parse_config(read_config(path), str(path))
+
+
+def read_config(path: Path | str) -> str:
+    """A file's text, as it is, except for a byte order mark. Raises ConfigError."""
     source = str(path)
     try:
         with Path(path).open("rb") as file:
@@ -37,7 +42,7 @@ def load_config(path: Path | str) -> Config:
         if len(raw) > MAX_BYTES:
             raise _failure(source, None, TOO_LARGE)
         # Notepad and others put a byte order mark first.
-        content = raw.decode("utf-8-sig")
+        return raw.decode("utf-8-sig")
     except ConfigError:
         raise
     except FileNotFoundError:
@@ -48,7 +53,6 @@ def load_config(path: Path | str) -> Config:
     except (OSError, ValueError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise _failure(source, None, f"cannot be read: {reason}") from None
-    return parse_config(content, source)
 
 
 def parse_config(text: str, source: str = "config.yaml") -> Config:
@@ -80,6 +84,7 @@ _MODELS: dict[KeyPath, type[BaseModel]] = {
     ("backends", "*", "vram"): schema.Vram,
     ("policy",): schema.Policy,
     ("agents", "*"): schema.Agent,
+    ("agents", "*", "stable_prefix"): schema.StablePrefix,
     ("agents", "*", "workload"): schema.Workload,
 }
 

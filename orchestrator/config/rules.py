@@ -142,7 +142,9 @@ def _agents(document: Document, data: dict[str, Any]) -> Iterator[Finding]:
             yield path, f"is needed: one of {', '.join(names)}"
         elif names and isinstance(wanted, str) and wanted and wanted not in names:
             yield path, f"{quote(wanted)} is not one of {', '.join(names)}"
-    yield from _unique(document, [(("agents", name, "key"), _get(a, "key")) for name, a in agents.items()])
+    keys: list[tuple[KeyPath, Any]] = [(("server", "admin_key"), _get(data.get("server"), "admin_key"))]
+    keys += [(("agents", name, "key"), _get(agent, "key")) for name, agent in agents.items()]
+    yield from _unique(document, sorted(keys, key=lambda found: document.lines.get(found[0], 0)))
     default = data.get("default_agent")
     if isinstance(default, str) and default and agents and default not in agents:
         close = get_close_matches(default, agents, 1)

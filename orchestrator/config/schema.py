@@ -19,9 +19,12 @@ from orchestrator.config.checks import (
     command_words,
     empty_when_null,
     engine_url,
+    host_name,
+    key_hash,
     model_file,
     number,
     one_of,
+    origin,
     redis_url,
     size,
     switch,
@@ -48,6 +51,18 @@ CacheType = Annotated[
     Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"], one_of(*CACHE_TYPES)
 ]
 
+MODEL_NAME = r"[^\s\x00-\x1f]{1,200}"
+MAX_LINE_PATTERNS = 16
+LinePattern = Annotated[
+    str,
+    text(
+        "the text of a line with * for what changes, such as 'Current time:*' (at most 200 characters, "
+        "of which 4 are neither * nor blank)",
+        # Fewer would match lines that mean something.
+        r"(?! )(?=(?:[* ]*[^* ]){4})[^\x00-\x1f\x7f]{4,200}(?<! )",
+    ),
+]
+
 
 def default_engine_slots(decode_slots: int) -> int:
     """Half as many spare places for paused turns, and at least the one a foreground turn starts in."""
@@ -66,7 +81,10 @@ class Settings(BaseModel):
 
 
 class Server(Settings):
-    """The HTTP side. Port 0 takes any free port."""
+    """The HTTP side. Port 0 takes any free port.
+
+    A host that other machines can reach needs keys: see `exposure_problem`.
+    """
 
     host: Annotated[str, text("a host name or address", r"[A-Za-z0-9_.:%-]+")] = "127.0.0.1"
     port: Annotated[int, whole(0, 65_535)] = 8700
@@ -75,6 +93,15 @@ class Server(Settings):
     max_body_bytes: Annotated[int, whole(1024, 1 << 30)] = 8 * 1024 * 1024
     #: How long a streaming reply's headers are held back, so that an early failure still has its own status.
     header_wait_s: Annotated[float, number(0, 60)] = 1.0
+    #: Requests that are open at once, all together and of one agent: more are refused.
+    max_requests: Annotated[int, whole(1, 1_000_000)] = 4096
+    max_requests_per_agent: Annotated[int, whole(1, 1_000_000)] = 2048
+    #: Hash of the key of `/swarm/`; None: open, and then only this machine may reach it.
+    admin_key: Annotated[str, key_hash] | None = Field(default=None, repr=False)
+    #: Names that clients may call the service by, beside its addresses, localhost and `host`.
+    allowed_hosts: tuple[Annotated[str, host_name], ...] = ()
+    #: Origins of the browsers and webviews that may send requests; `scheme://*` is any host of a scheme.
+    allowed_origins: tuple[Annotated[str, origin], ...] = ()
 
 
 class Redis(Settings):
@@ -94,7 +121,8 @@ class ManagedEngine(Settings):
     #: A name from `BUNDLED_MODELS` or the path of a GGUF file.
     model: Annotated[str, model_file] = "smollm2-135m"
     #: The user's llama-server, to which host, port and the options below are appended; None: the bundled one.
-    command: Annotated[tuple[str, ...], command_words] | None = None
+    #: It may hold an API key.
+    command: Annotated[tuple[str, ...], command_words] | None = Field(default=None, repr=False)
     decode_slots: Annotated[int, whole(1, MAX_SLOTS)] = DEFAULT_DECODE_SLOTS
     engine_slots: Annotated[int, whole(1, MAX_SLOTS)] = Field(
         default_factory=lambda data: default_engine_slots(data.get("decode_slots", DEFAULT_DECODE_SLOTS))
@@ -150,9 +178,11 @@ class Backend(Settings):
     url: Annotated[str, engine_url] | None = Field(default=None, repr=False)
     managed: ManagedEngine | None = None
     #: The public model name; None: the engine's own.
-    model: Annotated[str, text("a model name without blanks", r"[^\s\x00-\x1f]{1,200}")] | None = Field(
+    model: Annotated[str, text("a model name without blanks", MODEL_NAME)] | None = Field(
         default_factory=_of_managed("model_name")
     )
+    #: Further names that clients may ask for it by; `*` in one stands for any text.
+    aliases: tuple[Annotated[str, text("a model name without blanks, * for any text", MODEL_NAME)], ...] = ()
     #: None, for an external engine: one less than its slots, at least 1.
     decode_slots: Annotated[int, whole(1, MAX_SLOTS)] | None = Field(
         default_factory=_of_managed("decode_slots")
@@ -219,16 +249,27 @@ class Workload(Settings):
     )
 
 
+class StablePrefix(Settings):
+    """Lines of an agent's instructions that change from turn to turn, by patterns with * for any text.
+
+    A system or developer message's line that `pin` matches reads as it did at first; one that `move` matches
+    goes to the end of the prompt.
+    """
+
+    pin: Annotated[tuple[LinePattern, ...], Field(max_length=MAX_LINE_PATTERNS)] = ()
+    move: Annotated[tuple[LinePattern, ...], Field(max_length=MAX_LINE_PATTERNS)] = ()
+
+
 class Agent(Settings):
     """An identity that turns come from."""
 
     priority: Annotated[str, text("the name of a priority")] = "normal"
-    #: Sent by the agent as bearer token or x-api-key.
-    key: Annotated[str, text("printable ASCII without blanks", r"[!-~]{1,512}")] | None = Field(
-        default=None, repr=False
-    )
+    #: Hash of the key that the agent sends as bearer token or x-api-key (`orchestrator.keys`).
+    key: Annotated[str, key_hash] | None = Field(default=None, repr=False)
     #: A turn of this agent generates at most so much, whatever it asks for.
     max_turn_tokens: Annotated[int, whole(1, MAX_TOKENS)] = 2048
+    #: What keeps this agent's prompts from being found in KV, and what to do about it.
+    stable_prefix: StablePrefix = StablePrefix()
     workload: Workload | None = None
 
 

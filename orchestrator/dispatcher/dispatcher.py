@@ -267,7 +267,15 @@ class Dispatcher:
     async def _renew(self) -> None:
         while True:
             await anyio.sleep(LEASE_RENEW_S)
-            await persistently(lambda: self._broker.renew(self._lease, LEASE_TTL_MS))
+            await persistently(self._renew_once)
+
+    async def _renew_once(self) -> None:
+        """On a connection that no other command stands in line for: many turns must not cost the lease.
+
+        Raises Deposed, TimeoutError.
+        """
+        with anyio.fail_after(LEASE_RENEW_S):
+            await self._blocking.renew(self._lease, LEASE_TTL_MS)
 
     async def _read_events(self, position: str) -> None:
         while True:
@@ -465,6 +473,7 @@ class Dispatcher:
 
     async def _cut(self, run: TurnRun, end: Cut, resident: bool) -> None:
         was_running, run.running = run.running, False
+        run.held = end.held_tokens or run.held
         run.evaluated = max(run.evaluated, end.kv_tokens)
         self._handle(Paused(run.id, end.kv_tokens, resident))
         if not was_running:
@@ -598,6 +607,9 @@ class Dispatcher:
             counters = {}
         else:
             reevaluated = max(0, min(prompt_tokens, run.evaluated) - cached_tokens)
+            if run.held:
+                reevaluated += max(0, run.prompt_tokens + run.n_tokens + run.held - prompt_tokens)
+                run.held = 0
             run.reevaluated += reevaluated
             run.status("resumed")
             entry = timeline_entry(

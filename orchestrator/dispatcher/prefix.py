@@ -3,6 +3,8 @@
 The chain is made of the request's own bytes, in the order in which chat templates put them: tools, then
 messages. So it needs no engine, and an agent's next turn, which repeats the last one's messages, has the
 last one's chain as its beginning.
+
+A bulk turn goes on from nothing. Its chain says so: one entry that no other prompt's begins with.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from zlib import crc32
 
 import orjson
 
+from backends.protocol import BULK_APIS
 from orchestrator.scheduler import Prefix
 
 BLOCK_BYTES = 256
@@ -20,7 +23,9 @@ MAX_BLOCKS = 8192
 
 
 def prompt_prefix(api: str, body: Mapping[str, Any]) -> Prefix:
-    """The chain of a request body of the api ``chat`` or ``completion``; only whole blocks count."""
+    """The chain of a request body; only whole blocks count."""
+    if api in BULK_APIS:
+        return (crc32(orjson.dumps(body)),)
     if api == "chat":
         tools = body.get("tools") or body.get("functions")
         parts = [] if not tools else [orjson.dumps(tools, option=orjson.OPT_SORT_KEYS)]

@@ -24,7 +24,8 @@ class TurnRun:
     engine was asked, a restore before that being over. `tier`: where the segment's KV was, None for a first
     one; `evaluating`: the prompt tokens it had to evaluate; `resume_cost_s`: from command to token, over all
     resumes. `evaluated`: the most tokens of prompt and reply that were ever evaluated; only these can be
-    evaluated again, the rest of a prompt that was cut is new.
+    evaluated again, the rest of a prompt that was cut is new. `held`: tokens that were generated and not
+    forwarded when it was cut; those that the next prompt does not have are generated again.
     """
 
     record: TurnRecord
@@ -47,6 +48,7 @@ class TurnRun:
     asked_at: float = 0.0
     evaluating: int = 0
     evaluated: int = 0
+    held: int = 0
     resume_cost_s: float = 0.0
     preempted_by: str | None = None
     prompt_tokens: int = 0

@@ -37,6 +37,16 @@ def models(gateway: Gateway) -> Handler:
     return handle
 
 
+def model(gateway: Gateway) -> Handler:
+    """``GET /v1/models/{id}``."""
+
+    async def handle(scope: Scope, receive: Receive, reply: Reply) -> None:
+        gateway.identities.agent_of_key(dict(scope["headers"]))
+        await reply.json(orjson.dumps(gateway.models.entry(scope["path_params"]["id"])))
+
+    return handle
+
+
 def healthz(gateway: Gateway) -> Handler:
     """``GET /healthz``: 200 when a turn would be served now."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -47,8 +46,8 @@ def turns(gateway: Gateway) -> Handler:
         for backend in gateway.config.backends:
             owned += await gateway.broker.owned(backend.pool, backend.name)
         for pool in gateway.models.pools:
-            waiting += await _records(gateway, pool, await gateway.broker.waiting(pool, limit))
-            ended += await _records(gateway, pool, await gateway.broker.recent(pool, limit))
+            waiting += await gateway.broker.records(pool, await gateway.broker.waiting(pool, limit))
+            ended += await gateway.broker.records(pool, await gateway.broker.recent(pool, limit))
         shown: dict[str, dict[str, Any]] = {}
         for record in (*owned[:limit], *waiting[:limit], *ended[:limit]):
             # A turn that moved on while this was read is shown where it was met first.
@@ -59,14 +58,16 @@ def turns(gateway: Gateway) -> Handler:
 
 
 def turn(gateway: Gateway) -> Handler:
-    """``GET /swarm/turns/ID``: the turn's record, without its prompt, and its timeline."""
+    """``GET /swarm/turns/ID``: the turn's record, what its prompt has in common with others, its timeline."""
 
     async def handle(scope: Scope, receive: Receive, reply: Reply) -> None:
         id_ = scope["path_params"]["id"]
-        record = await _find(gateway, id_)
+        record = await find_turn(gateway, id_)
         reply.concerns(id_)
-        timeline = await gateway.broker.timeline(record.request.pool, id_)
-        await reply.json(orjson.dumps({**summary(record), "timeline": timeline}))
+        pool = record.request.pool
+        timeline = await gateway.broker.timeline(pool, id_)
+        prompt = await gateway.prefixes.notes.of_turn(pool, id_)
+        await reply.json(orjson.dumps({**summary(record), "prompt": prompt, "timeline": timeline}))
 
     return handle
 
@@ -76,14 +77,14 @@ def turn_action(gateway: Gateway, action: str) -> Handler:
 
     async def handle(scope: Scope, receive: Receive, reply: Reply) -> None:
         id_ = scope["path_params"]["id"]
-        pool = (await _find(gateway, id_)).request.pool
+        pool = (await find_turn(gateway, id_)).request.pool
         reply.concerns(id_)
         if action == "cancel":
             state = await gateway.broker.cancel(pool, id_)
         else:
             state = await gateway.broker.tell(pool, id_, "hold" if action == "preempt" else "release")
         if state is None:
-            raise _unknown(id_)
+            raise unknown_turn(id_)
         reason = f"it has ended ({state})" if state in FINAL_STATES else REFUSALS[action].get(state)
         if reason is not None:
             message = f"turn {id_} cannot be {_past(action)}: {reason}"
@@ -106,6 +107,7 @@ def summary(record: TurnRecord) -> dict[str, Any]:
         "api": request.api,
         "model": request.model,
         "stream": request.stream,
+        "kept": request.kept is not None,
         "created": request.created,
         "seq": record.seq,
         "backend": record.backend,
@@ -120,22 +122,18 @@ def summary(record: TurnRecord) -> dict[str, Any]:
     }
 
 
-async def _records(gateway: Gateway, pool: str, ids: Iterable[str]) -> list[TurnRecord]:
-    found = [await gateway.broker.record(pool, id_) for id_ in ids]
-    return [record for record in found if record is not None]
-
-
-async def _find(gateway: Gateway, id_: str) -> TurnRecord:
+async def find_turn(gateway: Gateway, id_: str) -> TurnRecord:
     """The turn's record; an id does not tell its pool. Raises ApiError (404)."""
     if TURN_ID.fullmatch(id_):
         for pool in gateway.models.pools:
             record = await gateway.broker.record(pool, id_)
             if record is not None:
                 return record
-    raise _unknown(id_)
+    raise unknown_turn(id_)
 
 
-def _unknown(id_: str) -> ApiError:
+def unknown_turn(id_: str) -> ApiError:
+    """The answer to an id that is nobody's (404)."""
     message = f"no turn {quoted(id_)}; ended turns are forgotten after a while"
     return ApiError(404, message, code="turn_not_found")
 

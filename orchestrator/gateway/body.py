@@ -1,34 +1,49 @@
-"""A request's bytes, never more than the limit in memory."""
+"""A request's bytes, never more than the limit in memory, and not for ever."""
 
 from __future__ import annotations
 
+import anyio
 from starlette.types import Receive
 
 from orchestrator.gateway.errors import ApiError, ClientGone
 from orchestrator.gateway.identity import Headers
 
+# For the whole body: a client that sends it byte by byte holds a place among the open requests.
+BODY_BOUND_S = 60.0
+
 
 async def read_body(headers: Headers, receive: Receive, limit: int) -> bytes:
-    """The whole body. Raises ApiError (413), ClientGone.
+    """The whole body. Raises ApiError (413, 408), ClientGone.
 
     A body that announces its length is refused before a byte of it is read.
     """
     announced = headers.get(b"content-length", b"")
     if announced.isdigit() and (len(announced) > 18 or int(announced) > limit):
         raise _too_large(limit)
-    parts: list[bytes] = []
-    length = 0
+    try:
+        with anyio.fail_after(BODY_BOUND_S):
+            return await _read(receive, limit)
+    except TimeoutError:
+        message = f"the body did not arrive within {BODY_BOUND_S:g} s"
+        raise ApiError(408, message, code="body_timeout") from None
+
+
+async def _read(receive: Receive, limit: int) -> bytes:
+    # Not a list of parts: a body in single bytes would take a hundred times its size.
+    whole = bytearray()
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientGone
         part = message.get("body", b"")
-        length += len(part)
-        if length > limit:
+        more = message.get("more_body", False)
+        if len(whole) + len(part) > limit:
             raise _too_large(limit)
-        parts.append(part)
-        if not message.get("more_body", False):
-            return parts[0] if len(parts) == 1 else b"".join(parts)
+        if not more and not whole:
+            return bytes(part)
+        whole += part
+        if not more:
+            return bytes(whole)
 
 
 def _too_large(limit: int) -> ApiError:

@@ -11,6 +11,7 @@ import structlog
 from redis.exceptions import RedisError
 from starlette.types import Receive, Scope, Send
 
+from orchestrator.gateway.connections import TRANSPORT
 from orchestrator.gateway.errors import OPENAI_ERRORS, ApiError, ClientGone, ErrorShape, internal, unavailable
 from orchestrator.gateway.reply import Reply
 
@@ -31,7 +32,7 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
-        reply = Reply(send, self._errors)
+        reply = Reply(send, self._errors, scope.get(TRANSPORT))
         try:
             try:
                 await self._handler(scope, receive, reply)
@@ -53,23 +54,3 @@ class Endpoint:
             with anyio.move_on_after(FAREWELL_BOUND_S, shield=True), suppress(ClientGone):
                 await reply.fail(unavailable("the service is stopping", "stopping"))
             raise
-
-
-async def until_disconnect(receive: Receive, work: Callable[[], Awaitable[None]]) -> None:
-    """Do the work until it is done or the client is gone; the body must have been read."""
-    failure: Exception | None = None
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(_cancel_on_disconnect, receive, tasks.cancel_scope)
-        try:
-            await work()
-        except Exception as error:
-            failure = error
-        tasks.cancel_scope.cancel()
-    if failure is not None:
-        raise failure
-
-
-async def _cancel_on_disconnect(receive: Receive, scope: anyio.CancelScope) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    scope.cancel()

@@ -36,6 +36,15 @@ class ApiError(Exception):
         self.headers = headers
 
 
+class PromptTooLong(ApiError):
+    """The prompt leaves no room for a reply. Some clients look for both numbers, in tokens."""
+
+    def __init__(self, message: str, prompt_tokens: int, most_tokens: int, param: str) -> None:
+        super().__init__(400, message, param=param, code="context_length_exceeded")
+        self.prompt_tokens = prompt_tokens
+        self.most_tokens = most_tokens
+
+
 class ErrorShape(Protocol):
     """How one wire API writes an error."""
 

@@ -8,14 +8,16 @@ import anyio
 import structlog
 from redis.exceptions import RedisError
 
-from orchestrator.broker import END, ERROR, Broker, Entry, TurnRecord, TurnStream
+from orchestrator.broker import END, ERROR, Broker, Entry, TurnStream
 from orchestrator.turns import FINAL_STATES, TurnState
 
 RETRY_S = 0.2
 # A broker that restarts and reads its append-only file is back well before this.
 OUTAGE_BOUND_S = 60.0
-# How often a silent turn's record is looked at.
-SILENCE_CHECK_S = 5.0
+# A turn that says nothing for so long may have said something that nobody heard.
+SILENCE_CHECK_S = 10.0
+# How often the log of a turn is read whose output is announced to another gateway.
+UNHEARD_POLL_S = 0.5
 
 _log = structlog.get_logger(__name__)
 
@@ -28,35 +30,39 @@ def _error(status: int, message: str, kind: str, code: str) -> Entry:
     return [ERROR, status, {"message": message, "type": kind, "param": None, "code": code}]
 
 
-def _missing_end(record: TurnRecord) -> Entry:
+def _missing_end(state: TurnState, error: str | None) -> Entry:
     """The end of a turn whose owner recorded one but could not write it to the log."""
-    if record.state is TurnState.CANCELLED:
+    if state is TurnState.CANCELLED:
         return _error(499, "the turn was cancelled", "cancelled", "cancelled")
-    if record.state is TurnState.FAILED:
-        return _error(500, record.error or "the turn failed", "server_error", "turn_failed")
+    if state is TurnState.FAILED:
+        return _error(500, error or "the turn failed", "server_error", "turn_failed")
     return _lost("this turn ended without an end of its output")
 
 
 class Output:
     """The entries of one turn, in order, each once. `over` once the last one was handed out."""
 
-    def __init__(self, broker: Broker, stream: TurnStream, pool: str) -> None:
+    def __init__(self, broker: Broker, stream: TurnStream, pool: str, *, heard: bool = True) -> None:
+        """`heard`: whether this gateway is the one that the turn's output is announced to."""
         self._broker = broker
         self._stream = stream
         self._pool = pool
+        self._heard = heard
         self._failing_since: float | None = None
         self._checked_at = time.monotonic()
         self._ended_unseen = False
         self.over = False
 
-    async def next(self, timeout_s: float) -> list[Entry]:
-        """The next entries; an empty list when none came within about `timeout_s`.
+    async def next(self, timeout_s: float | None = None) -> list[Entry]:
+        """The next entries; an empty list when none came within `timeout_s`, or `SILENCE_CHECK_S`.
 
-        A turn that can no longer end is given an error entry as its end: one whose record is gone, one
-        that ended without an end in its log, or any after a long outage of the broker.
+        A turn that can no longer end is given an error entry as its end: one whose record is gone, one that
+        ended without an end in its log, or any after a long outage of the broker.
         """
+        if timeout_s is None:
+            timeout_s = SILENCE_CHECK_S
         try:
-            entries = await self._stream.next(timeout_s)
+            entries = await self._stream.next(timeout_s if self._heard else min(timeout_s, UNHEARD_POLL_S))
             if not entries and time.monotonic() - self._checked_at >= SILENCE_CHECK_S:
                 entries = await self._check()
             self._failing_since = None
@@ -67,14 +73,15 @@ class Output:
         return entries
 
     async def _check(self) -> list[Entry]:
-        record = await self._broker.record(self._pool, self._stream.turn)
+        standing = await self._broker.standing(self._pool, self._stream.turn)
         self._checked_at = time.monotonic()
-        if record is None:
+        if standing is None:
             return [_lost("the broker no longer knows this turn")]
+        state, error = standing
         # The end is written to the log before the state, so a final state means that it is there by now.
-        if record.state in FINAL_STATES:
+        if state in FINAL_STATES:
             if self._ended_unseen:
-                return [_missing_end(record)]
+                return [_missing_end(state, error)]
             self._ended_unseen = True
             self._stream.suspect()
         return []

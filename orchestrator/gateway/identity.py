@@ -7,21 +7,25 @@
 3. Else ``X-Swarm-Agent`` names an agent that has no key. One that has must present it.
 4. Else the config's ``default_agent``; naming one there lets anybody be it, also when it has a key.
 
-``X-Swarm-Priority`` lowers the priority; a higher class than the agent's own means the agent's own.
+The config has the hashes of keys (`orchestrator.keys`), and hashes are what is compared. The admin key opens
+``/swarm/`` and belongs to no agent; an agent's key does not open it.
+
+``X-Swarm-Priority`` lowers the priority; a higher class than the agent's own means the agent's own. Bulk
+turns (embeddings, reranking) are of the lowest class, whoever asks.
 """
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from orchestrator.config import Config
 from orchestrator.gateway.errors import ApiError, quoted
+from orchestrator.keys import digest, digest_of, same
 
 Headers = Mapping[bytes, bytes]
 
-# The config allows printable keys only.
+# Keys are printable.
 NOBODYS_KEY = b"\0"
 
 
@@ -41,25 +45,38 @@ class Identities:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._keys = [
-            (agent.key.encode(), name) for name, agent in config.agents.items() if agent.key is not None
+            (digest_of(agent.key), name) for name, agent in config.agents.items() if agent.key is not None
         ]
+        admin = config.server.admin_key
+        self._admin = None if admin is None else digest_of(admin)
 
     def agent_of_key(self, headers: Headers) -> str | None:
         """The agent whose key was sent, None without one that counts. Raises ApiError (401)."""
-        sent = [key for key in (_bearer(headers), headers.get(b"x-api-key", b"").strip()) if key]
+        sent = _digests(headers)
         if not sent or not self._keys:
             return None
-        for key in sent:
-            found = None
-            for known, name in self._keys:
-                if hmac.compare_digest(known, key):
-                    found = name
-            if found is not None:
-                return found
-        raise ApiError(401, "this key belongs to no agent", code="invalid_api_key")
+        found = self._owner(sent)
+        if found is None:
+            raise ApiError(401, "this key belongs to no agent", code="invalid_api_key")
+        return found
 
-    def identify(self, headers: Headers) -> Caller:
-        """Who is asking. Raises ApiError (401, or 400 for an unknown priority class)."""
+    def check_admin(self, headers: Headers) -> None:
+        """Raises ApiError when there is an admin key and it was not sent: 401, or 403 with an agent's key."""
+        if self._admin is None:
+            return
+        sent = _digests(headers)
+        if any([same(self._admin, one) for one in sent]):
+            return
+        if self._owner(sent) is not None:
+            raise ApiError(403, "an agent's key does not open /swarm/: the admin key does", code="admin_only")
+        raise ApiError(
+            401,
+            "/swarm/ takes the admin key: Authorization: Bearer KEY; the swarm command sends SWARM_ADMIN_KEY",
+            code="admin_key_required",
+        )
+
+    def agent(self, headers: Headers) -> str:
+        """The agent that is asking. Raises ApiError (401)."""
         name = self.agent_of_key(headers) or self._named(headers) or self._config.default_agent
         if name is None:
             raise ApiError(
@@ -67,6 +84,11 @@ class Identities:
                 "say which agent this is: with its key (Authorization: Bearer KEY), or X-Swarm-Agent: NAME",
                 code="agent_required",
             )
+        return name
+
+    def identify(self, headers: Headers) -> Caller:
+        """Who is asking, and as what. Raises ApiError (401, or 400 for an unknown priority class)."""
+        name = self.agent(headers)
         agent = self._config.agents[name]
         priority, own_class = self._config.agent_priority(name), agent.priority
         wanted = headers.get(b"x-swarm-priority", b"").decode("latin-1").strip()
@@ -80,6 +102,22 @@ class Identities:
         if asked >= priority:
             return Caller(name, priority, own_class, agent.max_turn_tokens)
         return Caller(name, asked, wanted, agent.max_turn_tokens)
+
+    def for_bulk(self, caller: Caller) -> Caller:
+        """The caller with the priority that bulk turns have."""
+        lowest, priority = min(self._config.priorities.items(), key=lambda item: item[1])
+        return replace(caller, priority=priority, priority_class=lowest)
+
+    def _owner(self, sent: list[bytes]) -> str | None:
+        """The agent of the first key that has one."""
+        for one in sent:
+            found = None
+            for known, name in self._keys:
+                if same(known, one):
+                    found = name
+            if found is not None:
+                return found
+        return None
 
     def _named(self, headers: Headers) -> str | None:
         name = headers.get(b"x-swarm-agent", b"").decode("latin-1").strip()
@@ -98,6 +136,12 @@ class Identities:
                 code="invalid_api_key",
             )
         return name
+
+
+def _digests(headers: Headers) -> list[bytes]:
+    """The hashes of the keys that were sent."""
+    sent = (_bearer(headers), headers.get(b"x-api-key", b"").strip())
+    return [digest(key) for key in sent if key]
 
 
 def _bearer(headers: Headers) -> bytes:

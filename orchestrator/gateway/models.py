@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from fnmatch import fnmatchcase
 from typing import Any
 
 from orchestrator.config import Config
@@ -17,6 +18,7 @@ class Models:
         self._engines = engines
         self._since = int(time.time())
         self._names: dict[str, list[str]] = {}
+        self._aliases = [(backend.pool, alias) for backend in config.backends for alias in backend.aliases]
         for backend in config.backends:
             names = self._names.setdefault(backend.pool, [])
             if backend.model is not None and backend.model not in names:
@@ -33,33 +35,44 @@ class Models:
         return self._known(pool)[0]
 
     def resolve(self, requested: str | None) -> tuple[str, str]:
-        """The pool that serves a request, and the model name of its reply. Raises ApiError (404)."""
+        """The pool that serves a request, and the model name of its reply. Raises ApiError (404).
+
+        A name may end in ``:latest``, the tag that Ollama's clients add. The reply has the name that was
+        asked for, also where that is an alias.
+        """
         if requested is None:
             return self.default_pool, self.public_name(self.default_pool)
         for pool in self._names:
-            if requested in self._known(pool):
+            known = self._known(pool)
+            if requested in known or requested.removesuffix(":latest") in known:
+                return pool, requested
+        for pool, alias in self._aliases:
+            if fnmatchcase(requested, alias.replace("[", "[[]").replace("?", "[?]")):
                 return pool, requested
         available = ", ".join(self.public_name(pool) for pool in self._names)
         message = f"no model {quoted(requested)} here; available: {available}"
         raise ApiError(404, message, param="model", code="model_not_found")
 
     def listing(self) -> dict[str, Any]:
-        """The body of ``GET /v1/models``. `context_length` is what one turn may have, None if unknown."""
-        data = []
-        for pool in self._names:
-            info = self._engines.info(pool)
-            context = info.slot_context if info is not None else None
-            data.append(
-                {
-                    "id": self.public_name(pool),
-                    "object": "model",
-                    "created": self._since,
-                    "owned_by": "swarm",
-                    "context_length": context,
-                    "meta": {"n_ctx": context, "pool": pool},
-                }
-            )
-        return {"object": "list", "data": data}
+        """The body of ``GET /v1/models``."""
+        return {"object": "list", "data": [self._entry(pool, self.public_name(pool)) for pool in self._names]}
+
+    def entry(self, requested: str) -> dict[str, Any]:
+        """One model, by any of its names. Raises ApiError (404)."""
+        return self._entry(*self.resolve(requested))
+
+    def _entry(self, pool: str, name: str) -> dict[str, Any]:
+        """`context_length` is what one turn may have, None if unknown."""
+        info = self._engines.info(pool)
+        context = info.slot_context if info is not None else None
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._since,
+            "owned_by": "swarm",
+            "context_length": context,
+            "meta": {"n_ctx": context, "pool": pool},
+        }
 
     def _known(self, pool: str) -> list[str]:
         names = self._names[pool]

@@ -12,6 +12,9 @@ import uvicorn
 from anyio.abc import TaskStatus
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from orchestrator.gateway.connections import prepare
+from orchestrator.gateway.limits import LimitedConnection
+
 BACKLOG = 2048
 KEEP_ALIVE_S = 75
 # Replies may still end by themselves for so long after the service was told to stop.
@@ -90,7 +93,7 @@ async def serve(
         uvicorn.Config(
             requests,
             loop="none",
-            http="httptools",
+            http=LimitedConnection,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -138,9 +141,7 @@ async def _bind(host: str, port: int) -> list[socket.socket]:
             for other in sockets:
                 other.close()
             raise
-        # asyncio sets this only on sockets whose protocol is named, which create_server does not do; without
-        # it a chunk may wait 40 ms for the acknowledgement of the one before. Accepted sockets inherit it.
-        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        prepare(bound)
         bound.setblocking(False)
         sockets.append(bound)
         port = bound.getsockname()[1]

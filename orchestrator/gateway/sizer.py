@@ -5,6 +5,8 @@ tokens than the text has bytes, and a body's JSON has at least as many bytes as 
 comes what a chat template adds. Only when bound and generation limit do not fit into one slot's fair
 share of the KV is the engine asked for the exact number.
 
+A bulk turn generates nothing, and what it holds at a time is one batch, or its longest input.
+
 Two limits hold for every turn: the context of one slot, and the KV that the engine may hold in all its
 slots. A turn that exceeds either could never run, so it is refused before it waits.
 """
@@ -16,10 +18,17 @@ from typing import Any
 import anyio
 import structlog
 
-from backends.protocol import EngineInfo, EngineRefused, EngineUnavailable
+from backends.protocol import (
+    BULK_APIS,
+    BULK_BATCH_BYTES,
+    EngineInfo,
+    EngineRefused,
+    EngineUnavailable,
+    bulk_costs,
+)
 from orchestrator.gateway.dialects import Dialect
 from orchestrator.gateway.engines import Engines
-from orchestrator.gateway.errors import ApiError, unavailable
+from orchestrator.gateway.errors import ApiError, PromptTooLong, unavailable
 from orchestrator.gateway.validate import Ask
 from orchestrator.turns import TurnSize
 
@@ -94,7 +103,7 @@ def too_long(info: EngineInfo, prompt_tokens: int, param: str) -> ApiError:
         f"the prompt has {prompt_tokens:,} tokens and the reply needs at least 1: {_amount(info, need)}, "
         f"but {limit} is {_amount(info, most)}"
     )
-    return ApiError(400, message, param=param, code="context_length_exceeded")
+    return PromptTooLong(message, prompt_tokens, most - 1, param)
 
 
 def _amount(info: EngineInfo, tokens: int) -> str:
@@ -119,18 +128,43 @@ async def size_turn(
 ) -> TurnSize:
     """Size a turn. Raises ApiError when the prompt does not fit, the engine refuses it or is not there."""
     api, param = dialect.api, dialect.prompt_field
+    if api in BULK_APIS:
+        return await _size_bulk(engines, pool, api, ask, param)
     limit = max_turn_tokens if ask.max_tokens is None else min(ask.max_tokens, max_turn_tokens)
     bound = prompt_bound(ask.body, len(ask.raw))
     info = engines.info(pool) or await _await_engine(engines, pool)
     if fits(info, bound, limit) and (api != "chat" or is_text(ask.body)):
         return TurnSize(bound, limit, exact=False)
+    count = await _count(engines, pool, api, ask)
+    if count is None:
+        return uncounted_size(info, bound, limit, param)
+    return exact_size(info, count, limit, param)
+
+
+async def _size_bulk(engines: Engines, pool: str, api: str, ask: Ask, param: str) -> TurnSize:
+    """Size a turn that generates nothing. Raises ApiError when its longest input does not fit."""
+    costs = bulk_costs(api, ask.body)
+    longest, exact = max(costs), False
+    info = engines.info(pool) or await _await_engine(engines, pool)
+    if not fits(info, longest, 0):
+        count = await _count(engines, pool, api, ask)
+        if count is not None:
+            longest, exact = count, True
+    most = most_tokens(info)
+    if exact and longest > most:
+        message = f"the longest has {longest:,} tokens, but this model's engine takes {most:,}"
+        raise ApiError(400, f"{param}: {message}", param=param, code="context_length_exceeded")
+    return TurnSize(min(most, max(longest, min(sum(costs), BULK_BATCH_BYTES))), 0, exact)
+
+
+async def _count(engines: Engines, pool: str, api: str, ask: Ask) -> int | None:
+    """The engine's own count, None when it does not answer in time. Raises ApiError when it refuses."""
     try:
         with anyio.fail_after(COUNT_BOUND_S):
-            count = await engines.count_tokens(pool, api, ask.body)
+            return await engines.count_tokens(pool, api, ask.body)
     except EngineRefused as error:
         status = error.status if 400 <= error.status < 500 else 400
         raise ApiError(status, str(error), error.kind) from error
     except (EngineUnavailable, TimeoutError) as error:
         _log.warning("prompt not counted; taking its bound", pool=pool, reason=type(error).__name__)
-        return uncounted_size(info, bound, limit, param)
-    return exact_size(info, count, limit, param)
+        return None

@@ -13,9 +13,10 @@ class EngineModel:
     """How long an engine's work takes. Seconds; tokens.
 
     A step takes ``base_step_s + lane_s * lanes + running_token_s * running KV + parked_token_s * other KV
-    + prefill_token_s * prompt tokens + group_s * (groups - 1)``. Lanes are the turns that decode; a turn whose prompt is evaluated
-    costs by its prompt tokens in the batch, and its KV counts as running. Raises ValueError for a value that
-    is negative or not finite, a step without a length, or a batch of less than one token.
+    + prefill_token_s * prompt tokens + group_s * (groups - 1)``. Lanes are the turns that decode; a turn
+    whose prompt is evaluated costs by its prompt tokens in the batch, and its KV counts as running. Raises
+    ValueError for a value that is negative or not finite, a step without a length, or a batch of less than
+    one token.
     """
 
     base_step_s: float

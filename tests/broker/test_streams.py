@@ -130,6 +130,48 @@ async def test_one_message_above_the_backlog_is_read_from_the_log(redis: Redis, 
         assert await read(stream, BACKLOG + 50) == list(range(BACKLOG + 50))
 
 
+async def test_a_reader_far_behind_takes_the_log_in_bounded_pieces_and_at_once(redis: Redis) -> None:
+    broker = Broker(redis)
+    writer = await writer_of(broker)
+    total = 3 * BACKLOG + 7
+    await writer.write(total, heard=False)
+    stream = TurnStream(broker, POOL, writer.turn)
+    stream.suspect()
+    pieces: list[list[int]] = []
+    with anyio.fail_after(10):  # none of the pieces is waited for
+        while sum(map(len, pieces)) < total:
+            pieces.append(numbers(await stream.next(3600)))
+    assert [len(piece) for piece in pieces] == [BACKLOG] * 3 + [7]
+    assert [number for piece in pieces for number in piece] == list(range(total))
+
+
+async def test_what_is_pushed_while_the_log_is_read_is_read_once(redis: Redis) -> None:
+    broker = Broker(redis)
+    writer = await writer_of(broker)
+    await writer.write(2 * BACKLOG, heard=False)
+    stream = TurnStream(broker, POOL, writer.turn)
+    stream.suspect()
+    got = numbers(await stream.next(0))
+    await writer.write(5, heard=False)
+    stream.push(2 * BACKLOG, writer.message(2 * BACKLOG, 2 * BACKLOG + 5))
+    got += await read(stream, BACKLOG + 5)
+    assert got == list(range(2 * BACKLOG + 5))
+
+
+async def test_each_of_several_readers_of_a_turn_gets_all_of_it(redis: Redis, valkey_url: str) -> None:
+    broker = Broker(redis)
+    writer = await writer_of(broker)
+    async with reading(broker, valkey_url) as reader, reader.open(POOL, writer.turn) as first:
+        await writer.write(2)
+        async with reader.open(POOL, writer.turn) as second:
+            second.suspect()
+            await writer.write(2)
+            assert await read(second, 4) == [0, 1, 2, 3]
+        await writer.write(1)
+        assert await read(first, 5) == [0, 1, 2, 3, 4]
+    assert not reader._streams
+
+
 async def test_a_reader_reconnects_and_misses_nothing(redis: Redis, valkey_url: str) -> None:
     broker = Broker(redis)
     writer = await writer_of(broker)

@@ -33,6 +33,7 @@ class FakeService:
     url: str = ""
     replies: dict[str, tuple[int, bytes]] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
+    keys: list[str | None] = field(default_factory=list)
 
     def reply(self, request: str, value: Any, status: int = 200) -> None:
         self.replies[request] = (status, value if isinstance(value, bytes) else orjson.dumps(value))
@@ -40,6 +41,7 @@ class FakeService:
     async def answer(self, request: Request) -> Response:
         asked = f"{request.method} {request.url.path}"
         self.asked.append(asked)
+        self.keys.append(request.headers.get("authorization"))
         status, body = self.replies.get(asked, error(404, "there is no such endpoint"))
         return Response(body, status, media_type="application/json")
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import benchmarks.broker
+import benchmarks.cuts
 import benchmarks.overhead
 import benchmarks.resume
 import benchmarks.scheduler
@@ -25,7 +26,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Path | None]]:
         runs.append((settings, json_path))
 
     for module in (
-        *(benchmarks.broker, benchmarks.overhead, benchmarks.resume),
+        *(benchmarks.broker, benchmarks.cuts, benchmarks.overhead, benchmarks.resume),
         *(benchmarks.scheduler, benchmarks.wait),
     ):
         monkeypatch.setattr(module, "run", run)
@@ -58,6 +59,8 @@ def test_quick_and_long_prompt(swarm: Swarm, ran: list[Any]) -> None:
     assert ran[2][0].pairs == 5
     swarm("bench", "scheduler", "--events", 500, "--seed", 3)
     assert (ran[3][0].events, ran[3][0].seed) == (500, 3)
+    swarm("bench", "cuts", "--cuts", 7, "--kinds", "plain, tool call")
+    assert (ran[4][0].cuts, ran[4][0].kinds) == (7, ("plain", "tool call"))
 
 
 @pytest.mark.parametrize(
@@ -68,6 +71,7 @@ def test_quick_and_long_prompt(swarm: Swarm, ran: list[Any]) -> None:
         ["resume", "--lengths", "1,x"],
         ["resume", "--lengths", "0"],
         ["overhead", "--engines", "warp"],
+        ["cuts", "--kinds", "plain,fancy"],
     ],
     ids=" ".join,
 )

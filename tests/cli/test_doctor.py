@@ -12,11 +12,12 @@ import yaml
 
 from backends.simulated import PROFILES, SimulatedConfig, serve_simulated_in_thread
 from benchmarks.harness import free_port
+from orchestrator.keys import hash_key
 from tests.cli.conftest import FakeService, Swarm
 
 AGENTS = {
-    "editor": {"priority": "foreground", "key": "one", "max_turn_tokens": 256},
-    "tester": {"priority": "background", "key": "two", "max_turn_tokens": 256},
+    "editor": {"priority": "foreground", "key": hash_key("one"), "max_turn_tokens": 256},
+    "tester": {"priority": "background", "key": hash_key("two"), "max_turn_tokens": 256},
 }
 
 
@@ -137,7 +138,7 @@ def test_kv_layout(swarm: Swarm, tmp_path: Path, layout: str | None) -> None:
 
 
 def test_context_too_short_for_a_reply(swarm: Swarm, tmp_path: Path) -> None:
-    agents = AGENTS | {"editor": {"priority": "foreground", "key": "one", "max_turn_tokens": 4096}}
+    agents = AGENTS | {"editor": {**AGENTS["editor"], "max_turn_tokens": 4096}}
     with serve_simulated_in_thread(SimulatedConfig(n_slots=6, n_ctx=12_288)) as url:
         _, found = examine(swarm, write(tmp_path, backends=with_engine(url), agents=agents))
     assert "4,096" in found["mine context"]["text"]
@@ -235,15 +236,17 @@ def test_agents_without_keys(swarm: Swarm, tmp_path: Path) -> None:
     agents = {"editor": {"priority": "foreground"}, "tester": {"priority": "background"}}
     _, found = examine(swarm, write(tmp_path, agents=agents))
     assert "X-Swarm-Agent" in found["agents"]["text"]
-    agents["tester"]["key"] = "k"
+    agents["tester"]["key"] = hash_key("k")
     assert level(examine(swarm, write(tmp_path, agents=agents))[1], "agents") == "ok"
     server = {"host": "0.0.0.0", "port": free_port()}
-    _, found = examine(swarm, write(tmp_path, agents=agents, server=server))
-    assert "anybody may be editor" in found["agents"]["text"]
+    code, found = examine(swarm, write(tmp_path, agents=agents, server=server))
+    assert (code, level(found, "keys")) == (1, "fail")
+    assert "no key for editor" in found["keys"]["text"]
+    assert "swarm key new --all --write" in found["keys"]["remedy"]
 
 
 def test_agents_of_one_priority(swarm: Swarm, tmp_path: Path) -> None:
-    _, found = examine(swarm, write(tmp_path, agents={"a": {"key": "x"}, "b": {"key": "y"}}))
+    _, found = examine(swarm, write(tmp_path, agents={"a": {"key": hash_key("x")}, "b": {}}))
     assert level(found, "priorities") == "warn"
 
 
@@ -251,6 +254,12 @@ def test_port_in_use(swarm: Swarm, tmp_path: Path, service: FakeService) -> None
     running = {"port": int(service.url.rpartition(":")[2])}
     _, found = examine(swarm, write(tmp_path, server=running))
     assert (level(found, "port"), "runs" in found["port"]["text"]) == ("ok", True)
-    service.reply("GET /swarm/state", [])
-    _, found = examine(swarm, write(tmp_path, server=running))
-    assert level(found, "port") == "fail"
+    for code in ("admin_key_required", "admin_only"):
+        service.reply("GET /swarm/state", {"error": {"code": code}}, 401)
+        _, found = examine(swarm, write(tmp_path, server=running))
+        assert level(found, "port") == "ok"
+    strangers: list[Any] = [[], {"error": "no"}, {"error": {"code": "not_found"}}]
+    for reply in strangers:
+        service.reply("GET /swarm/state", reply)
+        _, found = examine(swarm, write(tmp_path, server=running))
+        assert level(found, "port") == "fail"

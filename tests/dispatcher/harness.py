@@ -40,15 +40,17 @@ class Swarm:
         self.engine = engine
         self.broker = Broker(redis)
         self._url = url
-        self._engine_url = engine_url
+        self.engine_url = engine_url
         self._tasks = tasks
         self._clients: list[Redis] = []
         self._backends: list[LlamaCppBackend] = []
 
-    def backend(self, kind: type[LlamaCppBackend] = LlamaCppBackend, **options: Any) -> LlamaCppBackend:
-        """An adapter of the engine."""
+    def backend(
+        self, kind: type[LlamaCppBackend] = LlamaCppBackend, url: str | None = None, **options: Any
+    ) -> LlamaCppBackend:
+        """An adapter of the engine, or of what is at another address."""
         backend = kind(
-            self._engine_url, LlamaCppOptions(**{"piece_tokens": 0, "batch_tokens": 64, **options})
+            url or self.engine_url, LlamaCppOptions(**{"piece_tokens": 0, "batch_tokens": 64, **options})
         )
         self._backends.append(backend)
         return backend

@@ -227,7 +227,7 @@ async def application(
     reader = OutputReader(broker, redis, GATEWAY)
     app = create_app(config or make_config(), broker, reader, GATEWAY, engines or FakeEngines())
     transport = httpx.ASGITransport(app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=BOUND_S) as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=BOUND_S) as client:
         yield client
 
 

@@ -10,6 +10,9 @@ from redis.asyncio import Redis
 
 from orchestrator.broker import Broker
 from orchestrator.config import parse_config
+from orchestrator.gateway.errors import ApiError
+from orchestrator.gateway.models import Models
+from orchestrator.keys import hash_key
 from orchestrator.turns import TurnState
 from tests.gateway.harness import (
     PERMANENT_KEYS,
@@ -113,9 +116,26 @@ async def test_models(redis: Redis) -> None:
     assert resolved == [400] * 4
 
 
+async def test_a_model_has_further_names(redis: Redis) -> None:
+    config = parse_config(
+        "backends:\n"
+        '  - {name: a, url: "http://127.0.0.1:1", model: tiny, aliases: ["claude-*", "gpt[5]?"]}\n'
+        '  - {name: b, url: "http://127.0.0.1:2", pool: other, model: claude-own}\n'
+        "agents: {x: {}}\n"
+    )
+    models = Models(config, FakeEngines({}))
+    assert models.resolve("claude-sonnet-4-5@20250929") == ("default", "claude-sonnet-4-5@20250929")
+    assert models.resolve("claude-own") == ("other", "claude-own"), "a model's own name comes first"
+    assert models.resolve("gpt[5]?") == ("default", "gpt[5]?")
+    for unknown in ("gpt5x", "claud", "CLAUDE-1"):
+        with pytest.raises(ApiError, match="no model"):
+            models.resolve(unknown)
+
+
 async def test_models_refuse_a_wrong_key(redis: Redis) -> None:
     config = parse_config(
-        'backends: [{name: local, url: "http://127.0.0.1:1"}]\nagents: {a: {key: secret}}\n'
+        'backends: [{name: local, url: "http://127.0.0.1:1"}]\n'
+        f"agents: {{a: {{key: {hash_key('secret')}}}}}\n"
     )
     async with application(redis, config=config) as client:
         wrong = await client.get("/v1/models", headers={"authorization": "Bearer nope"})
@@ -171,7 +191,8 @@ async def test_the_budget_of_a_silent_backend_is_the_configured_one(
 
 
 async def test_state(redis: Redis, valkey_url: str) -> None:
-    async with service(redis, valkey_url, config=make_config(header_wait_s=0)) as swarm:
+    engines = FakeEngines({"default": make_info(), "large": make_info()})
+    async with service(redis, valkey_url, config=make_config(header_wait_s=0), engines=engines) as swarm:
         await publish(redis)
         streams = [
             swarm.client.stream("POST", CHAT, json=chat(stream=True, model=model), headers=headers)

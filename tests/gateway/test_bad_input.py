@@ -203,7 +203,7 @@ async def test_no_body_is_a_server_error(path: str, raw: bytes) -> None:
     redis = Redis()
     broker = FullBroker(redis)
     app = create_app(make_config(), broker, OutputReader(broker, redis, GATEWAY), GATEWAY, FakeEngines())
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gw") as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
         response = await client.post(path, content=raw)
     assert response.status_code in (400, 404, 413, 429)
     assert set(response.json()["error"]) == {"message", "type", "param", "code"}

@@ -7,15 +7,16 @@ import pytest
 from orchestrator.config import parse_config
 from orchestrator.gateway.errors import ApiError
 from orchestrator.gateway.identity import Caller, Identities
+from orchestrator.keys import hash_key
 
 HEAD = 'backends: [{name: local, url: "http://127.0.0.1:1"}]\n'
 KEYED = (
     HEAD
-    + """
+    + f"""
 agents:
-  editor: {priority: foreground, key: editor-secret, max_turn_tokens: 10}
-  indexer: {priority: background, key: indexer-secret}
-  guest: {priority: normal}
+  editor: {{priority: foreground, key: {hash_key("editor-secret")}, max_turn_tokens: 10}}
+  indexer: {{priority: background, key: {hash_key("indexer-secret")}}}
+  guest: {{priority: normal}}
 """
 )
 KEYLESS = HEAD + "agents: {editor: {priority: foreground}, guest: {priority: normal}}\n"
@@ -61,6 +62,7 @@ def test_identified(config: str, sent: dict[bytes, bytes], agent: str) -> None:
         (KEYED + DEFAULT, headers(authorization="editor-secret"), "invalid_api_key"),
         (KEYED + DEFAULT, headers(authorization="Basic editor-secret"), "invalid_api_key"),
         (KEYED + DEFAULT, headers(authorization="Bearer wrong", x_swarm_agent="guest"), "invalid_api_key"),
+        (KEYED + DEFAULT, headers(authorization=f"Bearer {hash_key('editor-secret')}"), "invalid_api_key"),
         (KEYED + DEFAULT, headers(x_swarm_agent="editor"), "invalid_api_key"),
         (KEYED + DEFAULT, headers(x_swarm_agent="nobody"), "unknown_agent"),
         (KEYED + DEFAULT, {b"x-swarm-agent": b"\xff\xfe"}, "unknown_agent"),

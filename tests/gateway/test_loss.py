@@ -12,6 +12,7 @@ from redis.asyncio import Redis
 
 from orchestrator.broker import delta_entry, end_entry
 from orchestrator.broker.embedded import EmbeddedValkey
+from orchestrator.broker.streams import BACKLOG
 from orchestrator.turns import TurnState
 from tests.gateway.harness import (
     PERMANENT_KEYS,
@@ -46,10 +47,12 @@ async def test_lost_messages_are_read_from_the_log(redis: Redis, valkey_url: str
     assert got == expected
 
 
-async def test_a_lost_end_is_found_after_a_silence(redis: Redis, valkey_url: str) -> None:
-    config = make_config(keepalive_s=0.05, header_wait_s=0)
+async def test_a_lost_end_is_found_after_a_silence(
+    redis: Redis, valkey_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("orchestrator.gateway.follow.SILENCE_CHECK_S", 0.1)
     async with (
-        service(redis, valkey_url, config=config) as swarm,
+        service(redis, valkey_url, config=make_config(header_wait_s=0)) as swarm,
         swarm.client.stream("POST", "/v1/chat/completions", json=chat(stream=True)) as response,
     ):
         turn = await swarm.dispatcher.take()
@@ -137,7 +140,9 @@ async def test_a_slow_reader_is_bounded_and_loses_nothing(redis: Redis, valkey_u
         service(redis, valkey_url, config=config) as swarm,
         await anyio.connect_tcp("127.0.0.1", swarm.port) as stream,
     ):
-        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(
+            body
+        )
         await stream.send(head + body)
         turn = await swarm.dispatcher.take()
         await turn.start()
@@ -146,7 +151,7 @@ async def test_a_slow_reader_is_bounded_and_loses_nothing(redis: Redis, valkey_u
             entries = [delta_entry({"content": f"{start + i}{text}"}, 1, []) for i in range(100)]
             await turn.write(*entries)
             await anyio.sleep(0.001)
-            followed = swarm.reader._streams[turn.id]
+            [followed] = swarm.reader._streams[turn.id]
             pushed, behind = max(pushed, len(followed._pushed)), behind or followed._behind
         await turn.finish()
         # Somebody else is served meanwhile.
@@ -155,7 +160,7 @@ async def test_a_slow_reader_is_bounded_and_loses_nothing(redis: Redis, valkey_u
         with anyio.fail_after(20):
             while not got.endswith(b"0\r\n\r\n"):
                 got += await stream.receive(1 << 20)
-    assert behind and pushed <= 256
+    assert behind and pushed <= BACKLOG
     place = 0
     for number in range(count):
         place = got.find(b'{"content":"%dx' % number, place)

@@ -216,7 +216,9 @@ async def test_a_missing_broker_is_a_503(monkeypatch: pytest.MonkeyPatch) -> Non
         broker = Broker(redis)
         reader = OutputReader(broker, redis, GATEWAY)
         app = create_app(make_config(), broker, reader, GATEWAY, FakeEngines())
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gw") as client:
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app), base_url="http://localhost"
+        ) as client:
             turn = await client.post(CHAT, json=chat(stream=True))
             health = await client.get("/healthz")
             state = await client.get("/swarm/state")

@@ -18,6 +18,7 @@ from orchestrator.config import (
     load_config,
     parse_config,
 )
+from orchestrator.keys import hash_key
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = (ROOT / "config.yaml").read_text()
@@ -117,8 +118,22 @@ class TestAccepted:
         assert redis.embedded == (url == "embedded")
 
     def test_secrets_stay_out_of_the_text_form(self) -> None:
-        text = MINIMAL + "  x: {key: geheim-1}\nredis: {url: 'redis://:geheim-2@h'}\n"
-        assert "geheim" not in repr(parse_config(text))
+        agent, admin = hash_key("a"), hash_key("o")
+        text = (
+            f"{MINIMAL}  x: {{key: {agent}}}\nredis: {{url: 'redis://:geheim@h'}}\n"
+            f"server: {{admin_key: {admin}}}\n"
+        ).replace("url: http://127.0.0.1:8080", "managed: {command: llama-server --api-key geheim}")
+        config = parse_config(text)
+        for shown in (repr(config), str(config)):
+            assert not any(secret in shown for secret in ("geheim", agent, admin))
+
+    def test_hosts_and_origins_are_kept_in_lower_case(self) -> None:
+        server = parse_config(
+            MINIMAL
+            + "server: {allowed_hosts: [GPU-Box, '::1'], allowed_origins: ['APP://Any.md', 'file://']}"
+        ).server
+        assert server.allowed_hosts == ("gpu-box", "::1")
+        assert server.allowed_origins == ("app://any.md", "file://")
 
     def test_frozen(self) -> None:
         with pytest.raises(ValidationError, match="frozen"):
@@ -190,7 +205,13 @@ class TestBackends:
         assert self.backend("url: http://h\nsave_path: ~/kv", "/x/c.yaml").save_path == Path("/home/u/kv")
 
 
-SERVER_KEYS = "host, port, keepalive_s, max_body_bytes, header_wait_s"
+SERVER_KEYS = (
+    "host, port, keepalive_s, max_body_bytes, header_wait_s, max_requests, max_requests_per_agent, "
+    "admin_key, allowed_hosts, allowed_origins"
+)
+KEY_WORDS = "the hash of a key; swarm key new NAME --write makes a key and puts its hash here"
+ORIGIN_WORDS = "an origin such as http://localhost:3000 or vscode-webview://*"
+HASH = hash_key("k")
 TOP_KEYS = "server, redis, backends, priorities, policy, agents, default_agent"
 REDIS_URLS = "embedded, redis://host:port/db, rediss://host:port/db or unix:///path/to/socket"
 NAME_WORDS = "a name of lower-case letters, digits, _ and -, starting with a letter or digit"
@@ -206,11 +227,28 @@ ADDED = {
         "6: agents.x.priority: 70 is not the name of a priority (put it in quotes to make it text)"
     ),
     "  X y: {}": f"6: agents.'X y': 'X y' is not {NAME_WORDS}",
-    "  x: [1]": "6: agents.x: a list is not a mapping with keys of priority, key, max_turn_tokens, workload",
-    "  x: {key: 1234}": (
-        "6: agents.x.key: this key is not printable ASCII without blanks (put it in quotes to make it text)"
+    "  x: [1]": (
+        "6: agents.x: a list is not a mapping with keys of "
+        "priority, key, max_turn_tokens, stable_prefix, workload"
     ),
-    "  x: {key: k}\n  y:\n    key: k": "8: agents.y.key: this key is already used on line 6",
+    "  x: {key: 1234}": f"6: agents.x.key: this key is not {KEY_WORDS}",
+    "  x: {key: my-own-secret}": f"6: agents.x.key: this key is not {KEY_WORDS}",
+    "server: {admin_key: my-own-secret}": f"6: server.admin_key: this key is not {KEY_WORDS}",
+    f"  x: {{key: {HASH}}}\n  y:\n    key: {HASH}": "8: agents.y.key: this key is already used on line 6",
+    f"  x: {{key: {HASH}}}\nserver: {{admin_key: {HASH}}}": (
+        "7: server.admin_key: this key is already used on line 6"
+    ),
+    "server: {allowed_hosts: ['a:1']}": (
+        "6: server.allowed_hosts[0]: 'a:1' is not a host name or address, without a port"
+    ),
+    "server: {allowed_hosts: a}": "6: server.allowed_hosts: 'a' is not a list (its items start with '- ')",
+    "server: {allowed_origins: ['*']}": f"6: server.allowed_origins[0]: '*' is not {ORIGIN_WORDS}",
+    "server: {allowed_origins: ['null']}": (
+        f"6: server.allowed_origins[0]: 'null' is not {ORIGIN_WORDS} (any web page can send null)"
+    ),
+    "server: {allowed_origins: ['https://*']}": (
+        f"6: server.allowed_origins[0]: 'https://*' is not {ORIGIN_WORDS} (* would let every web page in)"
+    ),
     "  x: {max_turn_tokens: 8.0}": (
         "6: agents.x.max_turn_tokens: 8.0 is not a whole number from 1 to 100000000"
     ),
@@ -280,7 +318,7 @@ ADDED = {
 }
 
 BACKEND_KEYS = (
-    "name, kind, pool, url, managed, model, decode_slots, kv_layout, batch_tokens, "
+    "name, kind, pool, url, managed, model, aliases, decode_slots, kv_layout, batch_tokens, "
     "prefill_piece_tokens, kv_bytes_per_token, kv_budget, vram, save_path, swap_budget"
 )
 COMMAND = "a command line: text, or a list of texts, with the program first"

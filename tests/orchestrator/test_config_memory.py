@@ -158,8 +158,8 @@ REFUSED = {
     ),
     "url: http://h\ncache_type_k: q8_0": (
         "4: backends[0].cache_type_k: unknown key; Allowed here: name, kind, pool, url, managed, model, "
-        "decode_slots, kv_layout, batch_tokens, prefill_piece_tokens, kv_bytes_per_token, kv_budget, vram, "
-        "save_path, swap_budget"
+        "aliases, decode_slots, kv_layout, batch_tokens, prefill_piece_tokens, kv_bytes_per_token, "
+        "kv_budget, vram, save_path, swap_budget"
     ),
 }
 

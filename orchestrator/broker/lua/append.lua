@@ -16,16 +16,22 @@ for i = 2, #KEYS do
   if known >= 0 and known < count then
     length = redis.call('RPUSH', KEYS[i], unpack(ARGV, first + known, first + count - 1))
     if start + known == 0 then redis.call('EXPIRE', KEYS[i], ARGV[2]) end
-    local text = '["' .. id .. '",' .. start .. ',[' .. table.concat(ARGV, ',', first, first + count - 1) .. ']]'
-    if messages[channel] then
-      messages[channel] = messages[channel] .. ',' .. text
+    local pieces = messages[channel]
+    if pieces then
+      pieces[#pieces + 1] = ','
     else
-      messages[channel] = text
+      pieces = {}
+      messages[channel] = pieces
       channels[#channels + 1] = channel
     end
+    pieces[#pieces + 1] = '["' .. id .. '",' .. start .. ',['
+    pieces[#pieces + 1] = table.concat(ARGV, ',', first, first + count - 1)
+    pieces[#pieces + 1] = ']]'
   end
   lengths[#lengths + 1] = length
   at = first + count
 end
-for _, channel in ipairs(channels) do redis.call('PUBLISH', channel, '[' .. messages[channel] .. ']') end
+for _, channel in ipairs(channels) do
+  redis.call('PUBLISH', channel, '[' .. table.concat(messages[channel]) .. ']')
+end
 return lengths

@@ -32,7 +32,8 @@ class Chunks(ABC):
     arrived together become one piece of bytes.
     """
 
-    errors: ClassVar[ErrorShape] = OPENAI_ERRORS
+    errors: ErrorShape = OPENAI_ERRORS
+    content_type: ClassVar[bytes] = b"text/event-stream; charset=utf-8"
 
     def __init__(self) -> None:
         self.over = False
@@ -80,11 +81,15 @@ class Chunks(ABC):
 class Dialect(ABC):
     """One wire API for turns. Stateless; one instance serves all requests."""
 
-    #: What the turn runs as: ``chat`` or ``completion``.
+    #: What the turn runs as: ``chat``, ``completion``, or one of `backends.protocol.BULK_APIS`.
     api: ClassVar[str]
     #: The field of the request that holds the prompt.
     prompt_field: ClassVar[str]
     errors: ClassVar[ErrorShape] = OPENAI_ERRORS
+
+    def errors_of(self, turn: str) -> ErrorShape:
+        """How the errors of one turn read, where they name it."""
+        return self.errors
 
     @abstractmethod
     def ask(self, raw: bytes) -> Ask:
@@ -94,6 +99,10 @@ class Dialect(ABC):
     def chunks(self, head: Head) -> Chunks:
         """The encoder of one streamed reply."""
 
+    def collector(self, head: Head) -> Collector:
+        """What puts a reply together for `whole`."""
+        return Collector()
+
     @abstractmethod
     def whole(self, head: Head, reply: Collector) -> bytes:
-        """The reply in one piece."""
+        """The reply in one piece; `reply` is this dialect's collector."""

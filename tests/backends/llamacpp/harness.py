@@ -134,6 +134,36 @@ async def finish(
     raise AssertionError("too few slots given")
 
 
+async def cut_at_engine_tokens(r: Rig, generation: Generation, sink: Recorder, at: int) -> Finished | Cut:
+    """Preempt once the engine has made `at` tokens of this segment, whether they were forwarded or not."""
+    before = r.engine.stats().tokens_generated
+    ends: list[Finished | Cut] = []
+
+    async def watch() -> None:
+        while r.engine.stats().tokens_generated - before < at:  # noqa: ASYNC110
+            await anyio.sleep(0.0002)
+        generation.preempt()
+
+    with anyio.fail_after(BOUND_S):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(watch)
+            ends.append(await generation.run(0, sink))
+            tasks.cancel_scope.cancel()
+    return ends[0]
+
+
+def calls_of(sink: Recorder) -> dict[int, dict[str, Any]]:
+    """The calls as a client puts them together."""
+    calls: dict[int, dict[str, Any]] = {}
+    for part in sink.parts:
+        for piece in part.get("tool_calls", []):
+            call = calls.setdefault(piece["index"], {"ids": [], "name": "", "arguments": ""})
+            call["ids"] += [piece["id"]] if piece.get("id") else []
+            call["name"] += piece["function"].get("name") or ""
+            call["arguments"] += piece["function"].get("arguments") or ""
+    return calls
+
+
 @asynccontextmanager
 async def rig(config: SimulatedConfig | None = None, **options: Any) -> AsyncIterator[Rig]:
     """Serve an engine for the block. No pieces unless `piece_tokens` says so."""

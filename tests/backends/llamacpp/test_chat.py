@@ -1,44 +1,32 @@
-"""Turns over the chat endpoint: tool calls that must stay whole, reasoning, and text that is handed back."""
+"""Turns over the chat endpoint: reasoning, and text that is handed back. Calls: `test_cut_calls.py`."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import anyio
 import orjson
 import pytest
 
+from backends.llamacpp import LlamaCppBackend, LlamaCppOptions
 from backends.llamacpp.chat import ChatGeneration
 from backends.llamacpp.tokens import TokenGeneration
-from backends.protocol import Cut, Finished, Generation, ReplySoFar
+from backends.protocol import Cut, EngineRefused, EngineUnavailable, Finished, Generation, ReplySoFar
 from backends.simulated import ScriptedReply, SimulatedConfig
-from tests.backends.llamacpp.harness import STEP, WAYS, Recorder, Rig, chat, finish, rig
+from tests.backends.llamacpp.harness import (
+    STEP,
+    WAYS,
+    Recorder,
+    chat,
+    cut_at_engine_tokens,
+    finish,
+    raw_server,
+    rig,
+)
 
 ways = pytest.mark.parametrize("way", WAYS)
 TOOLS = [{"type": "function", "function": {"name": "read", "parameters": {"type": "object"}}}]
 
 
-def call(index: int = 0, arguments: str = "", **head: Any) -> dict[str, Any]:
-    name = {"name": head.pop("name")} if "name" in head else {}
-    return {"tool_calls": [{"index": index, **head, "function": {**name, "arguments": arguments}}]}
-
-
-CALLS = ScriptedReply(
-    match="use the tools",
-    deltas=(
-        {"reasoning_content": "I should look at two files."},
-        {"reasoning_content": " Both are short."},
-        {"content": "Let me look. "},
-        {"content": "One moment."},
-        call(0, id="call_a", type="function", name="read"),
-        call(0, '{"path":'),
-        call(0, ' "a/b.py"}'),
-        call(1, id="call_b", type="function", name="read"),
-        call(1, '{"path": "c.py",'),
-        call(1, ' "lines": [1, 2]}'),
-    ),
-    finish_reason="tool_calls",
-)
 THOUGHT = ScriptedReply(
     match="think first",
     deltas=(
@@ -49,83 +37,11 @@ THOUGHT = ScriptedReply(
         {"content": " is forty-two."},
     ),
 )
-ASK = chat("Please use the tools", tools=TOOLS)
 THINK = chat("Please think first", tools=TOOLS)
 
 
 def config(way: str = "closing", **more: Any) -> SimulatedConfig:
-    return SimulatedConfig(
-        **{"profile": STEP, "scripts": (CALLS, THOUGHT), "n_ctx": 16_384, **WAYS[way], **more}
-    )
-
-
-def calls_of(sink: Recorder) -> list[Any]:
-    """The calls as a client puts them together."""
-    calls: dict[int, dict[str, Any]] = {}
-    for part in sink.parts:
-        for piece in part.get("tool_calls", []):
-            known = calls.setdefault(piece["index"], {"ids": [], "name": "", "arguments": ""})
-            known["ids"] += [piece["id"]] if piece.get("id") else []
-            known["name"] += piece["function"].get("name") or ""
-            known["arguments"] += piece["function"].get("arguments") or ""
-    return [(c["ids"], c["name"], orjson.loads(c["arguments"])) for c in calls.values()]
-
-
-WANTED_CALLS = [
-    (["call_a"], "read", {"path": "a/b.py"}),
-    (["call_b"], "read", {"path": "c.py", "lines": [1, 2]}),
-]
-
-
-async def cut_at_engine_tokens(r: Rig, generation: Generation, sink: Recorder, at: int) -> Finished | Cut:
-    """Preempt once the engine has made `at` tokens of this segment, whether they were forwarded or not."""
-    before = r.engine.stats().tokens_generated
-    ends: list[Finished | Cut] = []
-
-    async def watch() -> None:
-        while r.engine.stats().tokens_generated - before < at:  # noqa: ASYNC110
-            await anyio.sleep(0.0002)
-        generation.preempt()
-
-    with anyio.fail_after(10):
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(watch)
-            ends.append(await generation.run(0, sink))
-            tasks.cancel_scope.cancel()
-    return ends[0]
-
-
-@ways
-async def test_tool_calls_come_whole_and_once_wherever_the_cut_falls(way: str) -> None:
-    async with rig(config(way)) as r:
-        whole = await r.whole(ASK)
-        assert whole[0].finish_reason == "tool_calls"
-        assert calls_of(whole[1]) == WANTED_CALLS
-        total = whole[0].completion_tokens
-        in_the_call = 0
-        for at in range(1, total, 2):
-            generation, sink = r.generation(ASK)
-            assert isinstance(generation, ChatGeneration)
-            first = await cut_at_engine_tokens(r, generation, sink, at)
-            if isinstance(first, Cut):
-                assert calls_of(sink) == [], "no call before it is complete"
-                in_the_call += sink.joined("content") == "Let me look. One moment."
-                end, _ = await finish(generation, sink)
-            else:
-                end = first
-            assert calls_of(sink) == WANTED_CALLS
-            assert sink.joined("content") == whole[1].joined("content")
-            assert sink.joined("reasoning_content") == whole[1].joined("reasoning_content")
-            assert (end.finish_reason, end.completion_tokens) == ("tool_calls", total)
-            assert sink.n_tokens <= total
-        assert in_the_call > 5
-        await r.until_idle()
-
-
-async def test_calls_are_one_delta_so_that_a_log_has_all_or_none() -> None:
-    async with rig(config()) as r:
-        _, sink = await r.whole(ASK)
-    assert sum("tool_calls" in part for part in sink.parts) == 1
+    return SimulatedConfig(**{"profile": STEP, "scripts": (THOUGHT,), "n_ctx": 16_384, **WAYS[way], **more})
 
 
 @pytest.mark.parametrize("way", ["closing", "parking"])
@@ -181,18 +97,6 @@ async def test_another_process_goes_on_from_text_and_reasoning() -> None:
             assert end.completion_tokens == whole[0].completion_tokens
 
 
-async def test_another_process_that_finds_the_calls_only_adds_the_end() -> None:
-    async with rig(config()) as r:
-        whole = await r.whole(ASK)
-        before = r.engine.stats().requests
-        generation, sink = r.generation(ASK, so_far=whole[1].so_far(len(whole[1].parts), known=False))
-        end, _ = await finish(generation, sink)
-        assert (end.finish_reason, sink.parts) == ("tool_calls", [])
-        assert end.completion_tokens == whole[1].n_tokens
-        assert len(sink.starts) == 1
-        assert r.engine.stats().requests == before
-
-
 async def test_a_reply_that_the_client_began_is_continued_as_one_message() -> None:
     begun = {"role": "assistant", "content": "Well, as I was"}
     body = {
@@ -225,7 +129,7 @@ async def test_what_the_client_began_may_have_any_shape(content: Any, joined: An
     async with rig(config()) as r:
         so_far = ReplySoFar([{"content": " so"}], None, 1)
         generation = ChatGeneration(r.backend, body, 5, so_far)
-        [message] = generation._messages_so_far()["messages"]
+        [message] = generation._continued("")["messages"]
     assert message["content"] == joined
 
 
@@ -238,6 +142,7 @@ async def test_what_the_client_began_may_have_any_shape(content: Any, joined: An
         ({"response_format": {"type": "json_object"}}, ChatGeneration),
         ({"logprobs": True}, ChatGeneration),
         ({"grammar": "root ::= x"}, ChatGeneration),
+        ({"json_schema": {"type": "object"}}, ChatGeneration),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}, ChatGeneration),
         ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, ChatGeneration),
     ],
@@ -248,3 +153,129 @@ async def test_only_what_needs_the_chat_parser_goes_there(
     async with rig(config()) as r:
         assert type(r.backend.generation("chat", {**chat("hi"), **more}, 5)) is kind
         assert type(r.backend.generation("completion", {"prompt": "hi"}, 5)) is TokenGeneration
+
+
+def sse(*deltas: dict[str, Any], finish_reason: str = "stop", **choice: Any) -> bytes:
+    """A reply of the chat endpoint that ends with the connection."""
+    events: list[dict[str, Any]] = [
+        {"choices": [{"delta": delta, "finish_reason": None, **choice}], "timings": {"predicted_n": at + 1}}
+        for at, delta in enumerate(deltas)
+    ]
+    events.append({"choices": [{"delta": {}, "finish_reason": finish_reason}]})
+    events.append({"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": len(deltas)}})
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
+    return head + b"".join(b"data: %b\n\n" % orjson.dumps(event) for event in events)
+
+
+def resumed(backend: LlamaCppBackend, *parts: dict[str, Any]) -> tuple[Generation, Recorder]:
+    generation = ChatGeneration(backend, THINK, 50, ReplySoFar(parts, None, len(parts)))
+    return generation, Recorder(generation)
+
+
+@pytest.mark.parametrize(
+    "repeated",
+    [
+        ["So", ".", "abc def ghi"],
+        ["So.", "abc", " def", " ghi"],
+        ["So.", "a", "b", "c d", "ef ghi"],
+        ["So.", "abc ", "def ghi"],
+    ],
+    ids=" ".join,
+)
+async def test_what_the_server_repeats_is_left_out_to_the_character(repeated: list[str]) -> None:
+    """However its pieces fall, and although it leaves out a space at the end until more comes."""
+    content = repeated.index("So.") if "So." in repeated else 1
+    deltas = [{"reasoning_content" if at <= content else "content": text} for at, text in enumerate(repeated)]
+    async with raw_server(lambda _: sse(*deltas)) as url:
+        backend = LlamaCppBackend(url, LlamaCppOptions(piece_tokens=0))
+        generation, sink = resumed(backend, {"reasoning_content": "So."}, {"content": "abc "})
+        end = await generation.run(0, sink)
+        await backend.aclose()
+    assert isinstance(end, Finished)
+    assert (sink.joined("reasoning_content"), sink.joined("content")) == ("", "def ghi")
+
+
+async def test_a_server_that_reads_the_reply_so_far_as_something_else_is_not_believed() -> None:
+    async with raw_server(lambda _: sse({"content": "ab"}, {"content": "xyz"})) as url:
+        backend = LlamaCppBackend(url, LlamaCppOptions(piece_tokens=0))
+        generation, sink = resumed(backend, {"content": "abcd"})
+        with pytest.raises(EngineUnavailable, match="reads the reply so far as something else"):
+            await generation.run(0, sink)
+        await backend.aclose()
+    assert sink.parts == []
+
+
+@pytest.mark.parametrize(("asked", "told"), [(None, 0), (0, 0), (1, 1), (2, 2)])
+async def test_as_many_alternatives_as_were_asked_for(asked: int | None, told: int) -> None:
+    entry = {"token": "a", "logprob": -1.0, "bytes": [97], "top_logprobs": [{"token": "a"}, {"token": "b"}]}
+    seen: list[bytes] = []
+
+    def answer(request: bytes) -> bytes:
+        seen.append(request)
+        return sse({"content": "a"}, logprobs={"content": [entry]})
+
+    body = {**chat("hi"), "logprobs": True, **({} if asked is None else {"top_logprobs": asked})}
+    async with raw_server(answer) as url:
+        backend = LlamaCppBackend(url, LlamaCppOptions(piece_tokens=0))
+        generation = ChatGeneration(backend, body, 5, None)
+        sink = Recorder(generation)
+        await generation.run(0, sink)
+        await backend.aclose()
+    [part] = sink.parts
+    assert [len(entry["top_logprobs"]) for entry in part["_logprobs"]["content"]] == [told]
+    assert b'"top_logprobs":%d' % max(1, asked or 0) in seen[0], "the server tells none when asked for 0"
+
+
+async def test_a_grammar_of_the_clients_own_is_not_gone_on_with() -> None:
+    """It would start anew in the middle of the text, so the reply comes whole, whatever was cut."""
+    body = chat("Some text [len=30]", grammar="root ::= x")
+    async with rig(config()) as r:
+        whole = await r.whole(body)
+        generation, sink = r.generation(body)
+        assert isinstance(await cut_at_engine_tokens(r, generation, sink, 12), Cut)
+        assert sink.parts == []
+        end, _ = await finish(generation, sink)
+        assert len(sink.parts) == 1
+        assert (sink.text, end.completion_tokens) == (whole[1].text, whole[0].completion_tokens)
+
+
+def http_500(message: str, kind: bytes = b"application/json") -> bytes:
+    body = orjson.dumps({"error": {"code": 500, "message": message, "type": "server_error"}})
+    return b"HTTP/1.1 500 Oops\r\ncontent-type: %b\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b" % (
+        kind,
+        len(body),
+        body,
+    )
+
+
+async def test_what_the_template_does_not_take_is_the_requests_fault() -> None:
+    """The server says 500 of an image that it cannot read, which would be tried again in vain."""
+    async with raw_server(lambda _: http_500("image input is not supported")) as url:
+        backend = LlamaCppBackend(url, LlamaCppOptions(piece_tokens=0))
+        for body in (THINK, chat("plain")):
+            with pytest.raises(EngineRefused, match="image input is not supported") as raised:
+                await backend.count_tokens("chat", body)
+            assert raised.value.status == 400
+        generation = ChatGeneration(backend, THINK, 5, None)
+        with pytest.raises(EngineRefused, match="image input is not supported"):
+            await generation.run(0, Recorder(generation))
+        await backend.aclose()
+
+
+async def test_a_500_that_the_template_does_not_repeat_is_the_engines_fault() -> None:
+    prompt = b'HTTP/1.1 200 OK\r\ncontent-length: 15\r\nconnection: close\r\n\r\n{"prompt": "p"}'
+
+    def answer(head: bytes) -> bytes:
+        return prompt if b"/apply-template" in head else http_500("Context size has been exceeded.")
+
+    async with raw_server(answer) as url:
+        backend = LlamaCppBackend(url, LlamaCppOptions(piece_tokens=0))
+        generation = ChatGeneration(backend, THINK, 5, None)
+        with pytest.raises(EngineUnavailable, match="Context size"):
+            await generation.run(0, Recorder(generation))
+        await backend.aclose()
+    async with raw_server(lambda _: http_500("x", b"text/html")) as url:
+        backend = LlamaCppBackend(url)
+        with pytest.raises(EngineUnavailable):
+            await backend.count_tokens("chat", THINK)
+        await backend.aclose()

@@ -12,7 +12,7 @@ import pytest
 from backends.kv_shape import KvShape
 from backends.protocol import Cut, EngineInfo, EngineRefused, Finished, ReplySoFar
 from backends.simulated import SimulatedConfig, TimingProfile
-from tests.backends.llamacpp.harness import STEP, WAYS, Recorder, chat, finish, rig
+from tests.backends.llamacpp.harness import STEP, WAYS, Recorder, chat, cut_at_engine_tokens, finish, rig
 
 LENGTH = 60
 BODY = chat(f"Tell me about cuts [len={LENGTH}]")
@@ -383,6 +383,23 @@ async def test_the_engines_refusal_is_the_requests_fault() -> None:
         with pytest.raises(EngineRefused, match="exceeds the available context") as raised:
             await generation.run(0, sink)
         assert (raised.value.status, raised.value.kind) == (400, "exceed_context_size_error")
+
+
+@ways
+@pytest.mark.parametrize("field", [{"grammar": "root ::= x"}, {"json_schema": {"type": "object"}}])
+async def test_a_completion_with_a_grammar_is_forwarded_once_it_is_whole(
+    way: str, field: dict[str, Any]
+) -> None:
+    """The grammar would start anew in the middle, so there is no going on from there."""
+    body = {"prompt": f"Some words [len={LENGTH}]", "temperature": 0, **field}
+    async with rig(config(way)) as r:
+        whole = await r.whole(body, api="completion")
+        generation, sink = r.generation(body, api="completion")
+        assert isinstance(await cut_at_engine_tokens(r, generation, sink, 20), Cut)
+        assert sink.parts == []
+        end, _ = await finish(generation, sink)
+        assert len(sink.parts) == 1
+        check(end, sink, whole)
 
 
 async def test_a_sampled_turn_is_still_whole() -> None:

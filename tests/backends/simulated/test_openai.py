@@ -128,3 +128,29 @@ async def test_text_completions() -> None:
 
 def test_merged_deltas_of_a_call_without_text() -> None:
     assert merge_deltas(CALL.deltas[2:])["content"] is None
+
+
+async def test_a_half_written_call_is_repeated_and_gone_on_with() -> None:
+    async with connect(SimulatedConfig(scripts=(CALL,))) as client:
+        said = 'I read it now. <tool_call>{"name": "read", "arguments": {"path": "a'
+        partial = {"role": "assistant", "reasoning_content": "A file.", "content": said}
+        body = {
+            "messages": [*user("read the file"), partial],
+            "continue_final_message": "content",
+            "add_generation_prompt": False,
+        }
+        rest = await client.stream(body, path="/v1/chat/completions")
+        assert merge_deltas(deltas(rest))["tool_calls"][0]["function"]["arguments"] == '.py"}'
+        whole = merge_deltas(deltas(await client.stream({**body, "echo": True}, path="/v1/chat/completions")))
+    [call] = whole.pop("tool_calls")
+    assert whole == {"reasoning_content": "A file.", "content": "I read it now. "}
+    assert call["function"] == {"name": "read", "arguments": '{"path": "a.py"}'}
+    assert call["id"] != "c1", "as any reply's, new"
+
+
+async def test_the_template_writes_calls_as_the_model_would() -> None:
+    async with connect(SimulatedConfig()) as client:
+        function = {"name": "read", "arguments": '{"path": "a.py"}'}
+        answer = {"role": "assistant", "content": "So: ", "tool_calls": [{"function": function}]}
+        prompt = (await client.json("/apply-template", {"messages": [*user("hi"), answer]}))["prompt"]
+    assert 'So: <tool_call>{"name": "read", "arguments": {"path": "a.py"}}</tool_call><|im_end|>' in prompt

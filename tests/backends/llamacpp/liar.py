@@ -1,0 +1,168 @@
+"""An engine that is not to be trusted: a real one's bytes, but for what it lies about.
+
+A relay before the simulated engine. Requests go there and answers come back as they are, unless there is a
+lie about what was asked: then other bytes are sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+import anyio
+import anyio.abc
+import orjson
+
+EVENTS = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n"
+PIECE_BYTES = 1 << 16
+SEND_BOUND_S = 10.0
+
+
+def answer(body: object, status: bytes = b"200 OK", headers: bytes = b"") -> bytes:
+    """A whole answer with this JSON, or these bytes."""
+    raw = body if isinstance(body, bytes) else orjson.dumps(body)
+    return b"HTTP/1.1 %b\r\n%bcontent-length: %d\r\n\r\n%b" % (status, headers, len(raw), raw)
+
+
+def events(*bodies: object) -> bytes:
+    """An answer with events of these JSONs, or these bytes; it ends with its connection."""
+    return EVENTS + b"".join(
+        body if isinstance(body, bytes) else b"data: %b\n\n" % orjson.dumps(body) for body in bodies
+    )
+
+
+def body_of(reply: bytes) -> bytes:
+    """An answer's body, its chunks put together."""
+    head, _, body = reply.partition(b"\r\n\r\n")
+    if b"chunked" not in head.lower():
+        return body
+    whole = b""
+    while body:
+        line, _, body = body.partition(b"\r\n")
+        size = int(line, 16)
+        whole, body = whole + body[:size], body[size + 2 :]
+    return whole
+
+
+@dataclass
+class Lie:
+    """What is sent for requests whose first line contains `about`, so many times (None: always).
+
+    `twist` makes an answer of the engine's own. `said` is sent first, then `repeated` for as long as it is
+    taken; and if the lie `stays`, the connection is left open.
+    """
+
+    about: bytes
+    said: bytes = b""
+    twist: Callable[[bytes], bytes] | None = None
+    repeated: bytes = b""
+    stays: bool = False
+    times: int | None = 1
+    told: int = 0
+
+    def is_about(self, line: bytes) -> bool:
+        """Whether it is told now."""
+        return self.about in line and (self.times is None or self.told < self.times)
+
+
+@dataclass
+class Liar:
+    """The relay. `sent`: bytes of lies that were taken; `asked`: the first lines of all requests."""
+
+    url: str
+    lies: list[Lie] = field(default_factory=list)
+    sent: int = 0
+    asked: list[bytes] = field(default_factory=list)
+
+    async def tell(
+        self, lie: Lie, client: anyio.abc.SocketStream, truth: Callable[[], Awaitable[bytes]]
+    ) -> None:
+        """Answer with a lie; returns or raises when the client has left."""
+        lie.told += 1
+        await self._send(client, lie.said if lie.twist is None else lie.twist(await truth()))
+        while lie.repeated:
+            await self._send(client, lie.repeated)
+        while lie.stays:
+            await client.receive()
+
+    async def _send(self, client: anyio.abc.SocketStream, data: bytes) -> None:
+        for at in range(0, len(data), PIECE_BYTES):
+            piece = data[at : at + PIECE_BYTES]
+            with anyio.fail_after(SEND_BOUND_S):
+                await client.send(piece)
+            self.sent += len(piece)
+
+
+@asynccontextmanager
+async def liar(upstream: str) -> AsyncIterator[Liar]:
+    """Serve the relay before the engine at `upstream`."""
+    host, _, port = upstream.removeprefix("http://").partition(":")
+    listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
+    found = Liar(f"http://127.0.0.1:{listener.extra(anyio.abc.SocketAttribute.local_port)}")
+
+    async def truth(request: bytes) -> bytes:
+        whole = b""
+        async with await anyio.connect_tcp(host, int(port)) as engine:
+            await engine.send(request)
+            with contextlib.suppress(anyio.EndOfStream):
+                while True:
+                    whole += await engine.receive()
+        return whole
+
+    async def serve(client: anyio.abc.SocketStream) -> None:
+        with contextlib.suppress(anyio.EndOfStream, anyio.BrokenResourceError):
+            async with client:
+                request = await _request(client)
+                line = request.partition(b"\r\n")[0]
+                found.asked.append(line)
+                lie = next((lie for lie in found.lies if lie.is_about(line)), None)
+                if lie is not None:
+                    await found.tell(lie, client, partial(truth, request))
+                    return
+                async with await anyio.connect_tcp(host, int(port)) as engine:
+                    await engine.send(request)
+                    await _relay(engine, client)
+
+    async with listener, anyio.create_task_group() as tasks:
+        tasks.start_soon(listener.serve, serve)
+        yield found
+        tasks.cancel_scope.cancel()
+
+
+async def _request(client: anyio.abc.SocketStream) -> bytes:
+    """One whole request, changed so that the engine closes the connection after it."""
+    data = b""
+    while b"\r\n\r\n" not in data:
+        data += await client.receive()
+    head, _, body = data.partition(b"\r\n\r\n")
+    length = 0
+    lines = []
+    for line in head.split(b"\r\n"):
+        name, _, value = line.partition(b":")
+        if name.lower() == b"content-length":
+            length = int(value)
+        if name.lower() != b"connection":
+            lines.append(line)
+    while len(body) < length:
+        body += await client.receive()
+    return b"\r\n".join([*lines, b"connection: close", b"", b""]) + body
+
+
+async def _relay(engine: anyio.abc.SocketStream, client: anyio.abc.SocketStream) -> None:
+    """Everything from the engine to the client, until either leaves."""
+    async with anyio.create_task_group() as tasks:
+
+        async def watch() -> None:
+            with contextlib.suppress(anyio.EndOfStream, anyio.BrokenResourceError):
+                while True:
+                    await client.receive()
+            tasks.cancel_scope.cancel()
+
+        tasks.start_soon(watch)
+        with contextlib.suppress(anyio.EndOfStream, anyio.BrokenResourceError):
+            while True:
+                await client.send(await engine.receive())
+        tasks.cancel_scope.cancel()
