@@ -46,8 +46,12 @@ class Reply:
         self._sending = False
 
     def concerns(self, turn: str) -> None:
-        """Name the turn in the reply's headers, whatever the reply will be."""
-        self._headers.append((b"x-swarm-turn", turn.encode("ascii")))
+        """Name the turn in the reply's headers, whatever the reply will be.
+
+        Under three names: ours, and those where OpenAI's and Anthropic's clients look for a request's id.
+        """
+        named = turn.encode("ascii")
+        self._headers += ((b"x-swarm-turn", named), (b"x-request-id", named), (b"request-id", named))
 
     async def json(self, body: bytes, status: int = 200, headers: Sequence[Header] = ()) -> None:
         """Send all of the reply; all that is left of it after blanks."""

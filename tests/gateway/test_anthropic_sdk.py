@@ -240,5 +240,5 @@ async def test_a_turn_that_is_cancelled_ends_its_stream_with_an_error(redis: Red
             async for _ in texts:
                 pass
     assert isinstance(raised.value.body, dict)
-    assert raised.value.body["request_id"] == turn
+    assert raised.value.body["request_id"] == turn == raised.value.request_id
     assert raised.value.type == "invalid_request_error"
