@@ -1,5 +1,6 @@
 # make demo   the swarm of config.yaml, live in the terminal, on a real engine
-# make test   linters, type checker, tests with coverage
+# make test   linters, type checker, all tests
+# make coverage   the tests again, with what they cover
 # make bench  every benchmark; results in bench-results/
 # make fuzz   ten minutes of broken and of strange requests; the counts in bench-results/fuzz.json
 # make clients        the coding agents of docs/clients.md, into .clients/ (3 GB)
@@ -13,9 +14,9 @@ CONFIG ?= config.yaml
 BIN     := $(VENV)/bin
 PINNED  := constraints.txt
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(PINNED)
-BENCHES := scheduler broker overhead resume reuse wait pressure truth
+BENCHES := scheduler broker overhead streams resume reuse wait pressure cuts truth
 
-.PHONY: demo test bench fuzz clients npm-clients python-clients check-clients clean
+.PHONY: demo test coverage bench fuzz clients npm-clients python-clients check-clients clean
 
 demo: $(VENV)/.local-installed
 	@$(BIN)/swarm demo -c $(CONFIG)
@@ -24,6 +25,10 @@ test: $(VENV)/.dev-installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m pytest -m "not engine" -n 2
+	$(BIN)/python -m pytest -m engine
+
+coverage: $(VENV)/.dev-installed
 	$(BIN)/python -m pytest -m "not engine" -n 2 --cov --cov-report=
 	$(BIN)/python -m pytest -m engine --cov --cov-append --cov-report=term
 

@@ -102,6 +102,8 @@ class Reply:
     marks: list[str] = field(default_factory=list)
     error: str | None = None
     done: bool = False
+    thinks_late: bool = False
+    """Whether it reasons after it has said something."""
 
     def take(self, line: str) -> None:
         """Read one line of the stream."""
@@ -122,7 +124,9 @@ class Reply:
         for choice in chunk["choices"]:
             delta = choice["delta"]
             self.roles += [delta["role"]] if "role" in delta else []
-            self.reasoning += delta.get("reasoning_content") or ""
+            thought = delta.get("reasoning_content") or ""
+            self.thinks_late = self.thinks_late or bool(thought and (self.content or self.calls))
+            self.reasoning += thought
             self.content += delta.get("content") or ""
             for piece in delta.get("tool_calls") or []:
                 call = self.calls.setdefault(piece["index"], {"ids": [], "name": "", "arguments": ""})
@@ -295,6 +299,7 @@ def violations(kind: Kind, reply: Reply, whole: Reply, max_tokens: int) -> list[
     hold(reply.roles == ["assistant"], f"roles {reply.roles}")
     hold(len(reply.finish_reasons) == 1, f"finish reasons {reply.finish_reasons}")
     hold(len(reply.usages) == 1, f"{len(reply.usages)} usages")
+    hold(not reply.thinks_late, "reasoning after content")
     wrong += _usage(reply, whole, max_tokens)
     wrong += _tool_calls(reply)
     hold(not any(mark in reply.content for mark in ("<tool_call>", "</tool_call>", "</think>")), "markup")

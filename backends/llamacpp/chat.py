@@ -23,6 +23,7 @@ from typing import Any
 from backends.llamacpp import told
 from backends.llamacpp.calls import Call, broken_off, goes_on, merged, tokens_until
 from backends.llamacpp.client import LlamaCppClient
+from backends.llamacpp.repeated import CONTENT, REASONING, RepeatedText
 from backends.llamacpp.segment import LlamaGeneration
 from backends.llamacpp.stream import Stream
 from backends.protocol import (
@@ -39,8 +40,6 @@ _DROPPED = frozenset(
     {"model", "stream", "stream_options", "max_tokens", "max_completion_tokens", "n_predict"}
     | {"n", "n_cmpl", "echo"}
 )
-_TEXTS = ("reasoning_content", "content")
-_NOTHING = dict.fromkeys(_TEXTS, "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +63,8 @@ class ChatGeneration(LlamaGeneration):
         self._called = False
         last = self._body["messages"][-1] if self._body["messages"] else {}
         self._begun = last if last.get("role") == "assistant" else None
-        self._said = dict(_NOTHING)
-        self._repeated = dict(_NOTHING)
-        """What the server has still to repeat of that in this segment."""
+        self._said = {REASONING: "", CONTENT: ""}
+        self._repeated: RepeatedText | None = None
         # A grammar of the client's own starts anew with each request, so such a reply comes whole.
         self._hold_all = bool(self._body.get("grammar"))
         self._held: list[tuple[int, dict[str, Any]]] = []
@@ -79,7 +77,7 @@ class ChatGeneration(LlamaGeneration):
         if so_far is not None:
             self.n_done = so_far.n_tokens
             for part in so_far.parts:
-                for name in _TEXTS:
+                for name in self._said:
                     self._said[name] += part.get(name) or ""
                 self._called = self._called or "tool_calls" in part
 
@@ -117,7 +115,10 @@ class ChatGeneration(LlamaGeneration):
         self._segment_start = self._predicted = self.n_done + kept
         self._held = []
         self._finish = None
-        self._repeated = dict(self._said if "echo" in body else _NOTHING)
+        self._repeated = None
+        if "echo" in body:
+            in_content = body["continue_final_message"] == CONTENT
+            self._repeated = RepeatedText(self._said[REASONING], self._said[CONTENT], in_content=in_content)
         return "/v1/chat/completions", {
             **body,
             "max_tokens": self._max_tokens - self._segment_start,
@@ -146,7 +147,7 @@ class ChatGeneration(LlamaGeneration):
 
     def _continued(self, calls: str) -> dict[str, Any]:
         """The request with the reply so far, and then `calls` as the template writes them."""
-        content, reasoning = self._said["content"] + calls, self._said["reasoning_content"]
+        content, reasoning = self._said[CONTENT] + calls, self._said[REASONING]
         if not content and not reasoning:
             return self._body
         said: dict[str, Any] = {"role": "assistant", "content": content}
@@ -154,7 +155,7 @@ class ChatGeneration(LlamaGeneration):
             said["reasoning_content"] = reasoning
         body = {
             **self._body,
-            "continue_final_message": "content" if content else "reasoning_content",
+            "continue_final_message": CONTENT if content else REASONING,
             "add_generation_prompt": False,
         }
         messages = self._body["messages"]
@@ -213,30 +214,23 @@ class ChatGeneration(LlamaGeneration):
         return Finished(self._finish, self._predicted, self.kv_tokens)
 
     def _take(self, part: dict[str, Any], sink: Sink) -> None:
-        if any(self._repeated.values()) and not self._leave_out_repeated(part):
-            return
+        if self._repeated is not None:
+            try:
+                part = self._repeated.left_out(part)
+            except ValueError:
+                raise EngineUnavailable("the engine reads the reply so far as something else") from None
+            if self._repeated.over:
+                self._repeated = None
+            if not part:
+                return
         if self._held or self._hold_all or "tool_calls" in part:
             self._held.append((self._predicted, part))
             return
-        for name in _TEXTS:
+        for name in self._said:
             if name in part:
                 self._said[name] += part[name]
         sink.delta(part, self._predicted - self.n_done, [])
         self.n_done = self._predicted
-
-    def _leave_out_repeated(self, part: dict[str, Any]) -> bool:
-        """Take out of a part what the client has; whether anything is left. Raises EngineUnavailable."""
-        for name in _TEXTS:
-            text, known = part.get(name), self._repeated[name]
-            if not text or not known:
-                continue
-            if not text.startswith(known[: len(text)]):
-                raise EngineUnavailable("the engine reads the reply so far as something else")
-            self._repeated[name] = known[len(text) :]
-            part[name] = text[len(known) :]
-            if not part[name]:
-                del part[name]
-        return bool(part)
 
     def _openai_logprobs(self, logprobs: dict[str, Any]) -> dict[str, Any]:
         """The server's, with as many alternatives as were asked for: it always tells at least one."""

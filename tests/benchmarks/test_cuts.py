@@ -85,6 +85,7 @@ def test_right_replies_are_right() -> None:
         ("tool call", reply(*PROSE)),
         ("tool call", reply(ROLE, event({"content": "x"}), event({}, "tool_calls"))),
         ("JSON schema", reply(ROLE, event({"content": '{"name": "A"}'}), event({}, "stop"))),
+        ("reasoning then prose", reply(*PROSE[:2], event({"reasoning_content": "So."}), event({}, "stop"))),
         ("reasoning then prose", reply(*PROSE)),
     ],
 )

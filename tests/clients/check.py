@@ -66,13 +66,14 @@ def main() -> None:
         parser.error("; ".join(missing))
     folder = Path(tempfile.mkdtemp(prefix="swarm-clients-")) if given.keep is None else given.keep
     folder.mkdir(parents=True, exist_ok=True)
+    sys.stdout.write(table_line(HEAD) + table_line(("---",) * len(HEAD)))
+    sys.stdout.flush()
     try:
         model = with_long_context(model_path(MODEL), folder / f"{MODEL}.gguf", SLOT_CONTEXT)
         seen = anyio.run(_check_all, chosen, model, folder)
     finally:
         if given.keep is None:
             shutil.rmtree(folder, ignore_errors=True)
-    sys.stdout.write(table(seen))
     sys.exit(any(one.faults or not one.preemptions for one in seen))
 
 
@@ -83,6 +84,8 @@ async def _check_all(clients: list[Client], model: Path, folder: Path) -> list[S
         sys.stderr.flush()
         seen.append(await check(client, model, folder / client.name))
         sys.stderr.write(f"{seen[-1].seconds:.0f} s, {'; '.join(seen[-1].faults) or 'no errors'}\n")
+        sys.stdout.write(table_line(row(seen[-1])))
+        sys.stdout.flush()
     return seen
 
 
@@ -127,20 +130,20 @@ def _write_down(on_stage: Stage, ran: Ran, turns: list[dict[str, Any]], folder: 
         (folder / f"exchange-{number:03}").write_bytes(head + one.sent + status + one.received)
 
 
-def table(seen: Iterable[Seen]) -> str:
-    """The runs as a Markdown table."""
-    rows = [HEAD, ("---",) * len(HEAD), *map(_row, seen)]
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+def table_line(cells: Iterable[str]) -> str:
+    """One line of a Markdown table."""
+    return f"| {' | '.join(cells)} |\n"
 
 
-def _row(one: Seen) -> tuple[str, ...]:
+def row(one: Seen) -> tuple[str, ...]:
+    """A run's cells, in the order of `HEAD`."""
     return (
         one.client,
         one.version,
         f"`{one.api}`",
         "yes" if one.streamed else "in one piece, as it asks",
         f"yes, {one.tools}" if one.tools else "none, as it asks",
-        f"yes, {one.preemptions} times" if one.preemptions else "no",
+        f"yes, {one.preemptions}x" if one.preemptions else "no",
         f"{one.prompt_tokens:,}",
         f"{one.turns}: {', '.join(one.finish_reasons)}",
         "yes" if not one.faults else "no",

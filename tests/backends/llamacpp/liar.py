@@ -11,10 +11,26 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import anyio
 import anyio.abc
 import orjson
+
+from backends.llamacpp import LlamaCppBackend, LlamaCppOptions
+from backends.protocol import BackendError
+from backends.simulated import SimulatedConfig, SimulatedEngine, serve_simulated
+from tests.backends.llamacpp.harness import STEP, Recorder
+
+TEXT = "Tell me more [len=20]"
+MAX_TOKENS = 40
+TOOLS = [{"type": "function", "function": {"name": "read", "parameters": {"type": "object"}}}]
+HTML = b"<!DOCTYPE html><html><body>Bad Gateway</body></html>"
+CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+# What the transport and the sockets between may hold of an answer that nobody wants any more.
+ON_THE_WAY_BYTES = 8 << 20
+NUMBERS: list[Any] = [-1, -(1 << 62), 1 << 31, 1 << 62, 1e300, 1.5, True]
+STRANGE: list[Any] = [None, 7, "x", [], [7], ["x"], {}, {"a": 1}]
 
 EVENTS = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n"
 PIECE_BYTES = 1 << 16
@@ -166,3 +182,45 @@ async def _relay(engine: anyio.abc.SocketStream, client: anyio.abc.SocketStream)
             while True:
                 await client.send(await engine.receive())
         tasks.cancel_scope.cancel()
+
+
+def place(body: Any, field: str, value: Any) -> None:
+    """Set what is there; nothing is made for it."""
+    *way, last = field.split(".")
+    for name in way:
+        body = body[int(name)] if isinstance(body, list) and body else body
+        body = body.get(name) if isinstance(body, dict) else body
+    if isinstance(body, dict) and last in body:
+        body[last] = value
+    elif isinstance(body, list) and body:
+        body[int(last)] = value
+
+
+@asynccontextmanager
+async def lying_engine(
+    config: SimulatedConfig | None = None, **options: Any
+) -> AsyncIterator[tuple[Liar, LlamaCppBackend]]:
+    """An adapter of an engine that lies when told to, and that was described before."""
+    engine = SimulatedEngine(config or SimulatedConfig(profile=STEP))
+    async with serve_simulated(engine) as url, liar(url) as lying:
+        backend = LlamaCppBackend(
+            lying.url, LlamaCppOptions(**{"piece_tokens": 0, "batch_tokens": 64, "silence_s": 1.0, **options})
+        )
+        try:
+            await backend.describe()
+            yield lying, backend
+        finally:
+            with anyio.CancelScope(shield=True):
+                await backend.aclose()
+
+
+async def run(backend: LlamaCppBackend, body: dict[str, Any], slot: int = 0) -> tuple[Recorder, Any]:
+    """A turn's one segment: what it told, and its end or its error."""
+    generation = backend.generation("chat", body, MAX_TOKENS)
+    sink = Recorder(generation)
+    with anyio.fail_after(20):
+        try:
+            end: Any = await generation.run(slot, sink)
+        except BackendError as error:
+            end = error
+    return sink, end

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 import gzip
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
-import anyio
 import httpx
 import orjson
 import pytest
@@ -20,22 +19,31 @@ from redis.asyncio import Redis
 from structlog.testing import capture_logs
 
 from backends.llamacpp import LlamaCppBackend, LlamaCppOptions
-from backends.llamacpp.wire import MAX_ANSWER_BYTES, MAX_EVENT_BYTES
-from backends.protocol import BackendError, Cut, EngineUnavailable, Finished
-from backends.simulated import SimulatedConfig, SimulatedEngine, serve_simulated
+from backends.llamacpp.wire import MAX_ANSWER_BYTES, MAX_EVENT_BYTES, SseParser
+from backends.protocol import BackendError, EngineUnavailable, Finished
 from orchestrator.broker import delta_entry
 from orchestrator.turns import TurnState
 from tests.backends.llamacpp.harness import STEP, Recorder, chat
-from tests.backends.llamacpp.liar import EVENTS, Liar, Lie, answer, body_of, events, liar
+from tests.backends.llamacpp.liar import (
+    CHUNKED,
+    EVENTS,
+    HTML,
+    MAX_TOKENS,
+    NUMBERS,
+    ON_THE_WAY_BYTES,
+    STRANGE,
+    TEXT,
+    TOOLS,
+    Lie,
+    answer,
+    body_of,
+    events,
+    liar,
+    lying_engine,
+    place,
+    run,
+)
 from tests.dispatcher.harness import PERMANENT, swarm, until
-
-TEXT = "Tell me more [len=20]"
-MAX_TOKENS = 40
-TOOLS = [{"type": "function", "function": {"name": "read", "parameters": {"type": "object"}}}]
-HTML = b"<!DOCTYPE html><html><body>Bad Gateway</body></html>"
-CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
-# What the transport and the sockets between may hold of an answer that nobody wants any more.
-ON_THE_WAY_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -94,9 +102,6 @@ WAYS = {
 }
 ways = pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
 
-NUMBERS: list[Any] = [-1, -(1 << 62), 1 << 31, 1 << 62, 1e300, 1.5, True]
-STRANGE: list[Any] = [None, 7, "x", [], [7], ["x"], {}, {"a": 1}]
-
 
 # What may be said ---------------------------------------------------------------------------------------
 
@@ -122,18 +127,6 @@ def put(field: str, value: Any, at: slice) -> Callable[[bytes], bytes]:
         return events(*bodies)
 
     return twist
-
-
-def place(body: Any, field: str, value: Any) -> None:
-    """Set what is there; nothing is made for it."""
-    *way, last = field.split(".")
-    for name in way:
-        body = body[int(name)] if isinstance(body, list) and body else body
-        body = body.get(name) if isinstance(body, dict) else body
-    if isinstance(body, dict) and last in body:
-        body[last] = value
-    elif isinstance(body, list) and body:
-        body[int(last)] = value
 
 
 def stream_of(reply: bytes) -> bytes:
@@ -194,24 +187,6 @@ FIELD_LIES = [(value, at) for value in (*NUMBERS, *STRANGE) for at in (slice(Non
 # One turn, at the adapter -------------------------------------------------------------------------------
 
 
-@asynccontextmanager
-async def lying_engine(
-    config: SimulatedConfig | None = None, **options: Any
-) -> AsyncIterator[tuple[Liar, LlamaCppBackend]]:
-    """An adapter of an engine that lies when told to, and that was described before."""
-    engine = SimulatedEngine(config or SimulatedConfig(profile=STEP))
-    async with serve_simulated(engine) as url, liar(url) as lying:
-        backend = LlamaCppBackend(
-            lying.url, LlamaCppOptions(**{"piece_tokens": 0, "batch_tokens": 64, "silence_s": 1.0, **options})
-        )
-        try:
-            await backend.describe()
-            yield lying, backend
-        finally:
-            with anyio.CancelScope(shield=True):
-                await backend.aclose()
-
-
 class Unsocketed(LlamaCppBackend):
     """An adapter of an engine without sockets, whose every turn says the same."""
 
@@ -242,18 +217,6 @@ async def engine_saying(*said: object) -> LlamaCppBackend:
     if backend._info is None:
         await backend.describe()
     return backend
-
-
-async def run(backend: LlamaCppBackend, body: dict[str, Any], slot: int = 0) -> tuple[Recorder, Any]:
-    """A turn's one segment: what it told, and its end or its error."""
-    generation = backend.generation("chat", body, MAX_TOKENS)
-    sink = Recorder(generation)
-    with anyio.fail_after(20):
-        try:
-            end: Any = await generation.run(slot, sink)
-        except BackendError as error:
-            end = error
-    return sink, end
 
 
 def check(sink: Recorder, end: Any, context: int) -> None:
@@ -390,207 +353,11 @@ async def test_a_reply_does_not_go_on_for_ever(way: Way) -> None:
         assert lying.sent < 48 << 20
 
 
-# What else is asked -------------------------------------------------------------------------------------
-
-GETS = ["/props", "/slots", "/health"]
-ANSWERS: dict[str, bytes] = {
-    "text": answer(b"ok"),
-    "half a JSON": answer(b'{"a": '),
-    "HTML": answer(HTML),
-    "HTML 404": answer(HTML, b"404 Not Found"),
-    "HTML 502": answer(HTML, b"502 Bad Gateway"),
-    "invalid UTF-8": answer(b'"\xff\xfe"'),
-    "deep": answer(b"[" * 100_000),
-    "packed": answer(gzip.compress(b"{}"), headers=b"content-encoding: gzip\r\n"),
-    "said to be packed": answer(b"{}", headers=b"content-encoding: gzip, br, zstd\r\n"),
-    "too short": b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n{}",
-    "a negative length": b"HTTP/1.1 200 OK\r\ncontent-length: -5\r\n\r\n{}",
-    "two lengths": b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\ncontent-length: 3\r\n\r\n{}a",
-    "a reason that is no text": answer(b"{}", b"200 \xff\xfe"),
-    "a header that is no text": answer(b"{}", headers=b"content-type: \xff\xfe\r\n"),
-    **{f"{value!r}": answer(value) for value in STRANGE},
-    "strange objects": answer([{"a": [1]}, 5]),
-}
-ASKED: dict[str, tuple[bytes, Callable[[LlamaCppBackend], Any]]] = {
-    "props": (b"GET /props", lambda backend: backend.describe()),
-    "slots, described": (b"GET /slots", lambda backend: backend.describe()),
-    "slots": (b"GET /slots", lambda backend: backend.slots()),
-    "report": (b"GET /slots", lambda backend: backend.slot_report(0)),
-    "template": (b"POST /apply-template", lambda backend: backend.count_tokens("chat", chat(TEXT))),
-    "tokens": (b"POST /tokenize", lambda backend: backend.count_tokens("completion", {"prompt": "a"})),
-    "health": (b"GET /health", lambda backend: backend.healthy()),
-    "erase": (b"POST /slots", lambda backend: backend.erase(0)),
-    "park": (b"POST /slots", lambda backend: backend.park(0)),
-}
-
-
-@pytest.mark.parametrize("asked", ASKED)
-async def test_no_answer_is_believed(asked: str) -> None:
-    about, ask = ASKED[asked]
-    async with lying_engine() as (lying, backend):
-        truth = await backend.describe()
-        for name, said in ANSWERS.items():
-            lying.lies = [Lie(about, said, times=None)]
-            try:
-                with anyio.fail_after(5):
-                    await ask(backend)
-            except BackendError as error:
-                assert "\n" not in str(error), name
-        lying.lies = []
-        assert await backend.describe() == truth
-
-
-def changed(body: Any, field: str, value: Any) -> bytes:
-    """An answer in which one field has another value."""
-    place(body, field, value)
-    return answer(body)
-
-
-@pytest.mark.parametrize("value", [*NUMBERS, *STRANGE, 0], ids=repr)
-async def test_an_engine_is_what_it_can_be(value: Any) -> None:
-    """No context, no slots, no names that are none; a slot is known by its place."""
-    fields = {
-        b"GET /props": ("model_alias", "model_path", "chat_template", "default_generation_settings"),
-        b"GET /slots": ("0", "0.id", "1.id", "0.is_processing", "0.n_ctx", "0.n_prompt_tokens"),
-    }
-    async with lying_engine() as (lying, backend):
-        for about, names in fields.items():
-            for name in names:
-                twist = partial(_twisted, name, value)
-                lying.lies = [Lie(about, twist=twist, times=None)]
-                try:
-                    info = await backend.describe()
-                    slots = await backend.slots()
-                except EngineUnavailable:
-                    continue
-                assert 1 <= info.slot_context <= 100_000_000
-                assert isinstance(info.model, str)
-                assert [slot.id for slot in slots] == list(range(info.engine_slots))
-                assert all((slot.kv_tokens or 0) >= 0 and slot.context >= 0 for slot in slots)
-
-
-def _twisted(field: str, value: Any, reply: bytes) -> bytes:
-    return changed(orjson.loads(body_of(reply)), field, value)
-
-
-async def test_too_many_slots_are_none() -> None:
-    slots = [{"id": place, "is_processing": False, "n_ctx": 100} for place in range(5000)]
-    async with lying_engine() as (lying, backend):
-        lying.lies = [Lie(b"GET /slots", answer(slots), times=None)]
-        with pytest.raises(EngineUnavailable, match="more than 1,024 slots"):
-            await backend.describe()
-
-
-@pytest.mark.parametrize("ids", [["1"], [1.5], [-1], [None], [True], [[1]], 5, None, {"a": 1}], ids=repr)
-async def test_no_token_id_is_believed(ids: Any) -> None:
-    async with lying_engine() as (lying, backend):
-        lying.lies = [Lie(b"POST /tokenize", answer({"tokens": ids}), times=None)]
-        with pytest.raises(EngineUnavailable):
-            await backend.tokenize("a")
-
-
-async def test_an_answer_without_end_is_not_kept() -> None:
-    async with lying_engine() as (lying, backend):
-        for about, ask in (ASKED["props"], ASKED["tokens"]):
-            sent = lying.sent
-            lying.lies = [Lie(about, b"HTTP/1.1 200 OK\r\n\r\n[", repeated=b" " * (1 << 20), times=None)]
-            with pytest.raises(EngineUnavailable, match="never ends"):
-                await ask(backend)
-            assert lying.sent - sent < MAX_ANSWER_BYTES + ON_THE_WAY_BYTES
-
-
-async def test_an_answer_that_dribbles_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each byte is in time; the whole is not."""
-    monkeypatch.setattr("backends.llamacpp.client.HEALTH_S", 0.3)
-    async with lying_engine() as (lying, backend):
-        lying.lies = [Lie(b"GET /health", CHUNKED, repeated=b"1\r\n \r\n", times=None)]
-        with anyio.fail_after(5):
-            assert not await backend.healthy()
-
-
-async def test_a_packed_answer_is_not_unpacked() -> None:
-    bomb = gzip.compress(b"[" + b" " * (64 << 20) + b"]", 1)
-    assert len(bomb) < 1 << 20
-    async with lying_engine() as (lying, backend):
-        lying.lies = [Lie(b"GET", answer(bomb, headers=b"content-encoding: gzip\r\n"), times=None)]
-        with pytest.raises(EngineUnavailable, match="not JSON"):
-            await backend.describe()
-        assert b"GET /props HTTP/1.1" in lying.asked
-
-
-async def test_nobody_is_sent_elsewhere() -> None:
-    """A redirect would take the prompt, and whatever key the address holds, to anybody."""
-    async with lying_engine() as (lying, backend), liar(lying.url) as elsewhere:
-        for status in (b"301 Moved", b"302 Found", b"307 Temporary", b"308 Permanent"):
-            location = b"location: %b/v1/chat/completions\r\n" % elsewhere.url.encode()
-            lying.lies = [Lie(b"", answer(b"", status, location), times=None)]
-            for way in WAYS.values():
-                _, end = await run(backend, way.body)
-                assert isinstance(end, EngineUnavailable)
-            with pytest.raises(EngineUnavailable):
-                await backend.describe()
-        assert elsewhere.asked == []
-
-
-@pytest.mark.parametrize("held", [-5, 1 << 40, 1e300, "7", None], ids=repr)
-async def test_what_a_cut_slot_holds_is_not_believed(held: Any) -> None:
-    async with lying_engine(stop_bound_s=0.5) as (lying, backend):
-        generation = backend.generation("chat", chat("Long [len=300]"), 300)
-        sink = Recorder(generation, cut_at=[3])
-        lying.lies = [
-            Lie(b"GET /slots", twist=partial(_twisted, "0.n_prompt_tokens", held), times=None),
-        ]
-        with anyio.fail_after(10):
-            try:
-                end = await generation.run(0, sink)
-            except EngineUnavailable:
-                return
-        assert isinstance(end, Cut)
-        assert 0 <= end.kv_tokens <= backend.slot_context
-
-
-BATCHES: list[Any] = [
-    {"data": [{"index": -1, "embedding": [0.5]}], "usage": {"prompt_tokens": 3}},
-    {"data": [{"index": True, "embedding": [0.5]}], "usage": {"prompt_tokens": 3}},
-    {"data": [{"index": 1 << 62, "embedding": [0.5]}], "usage": {"prompt_tokens": 3}},
-    {"data": [{"index": 0, "embedding": []}], "usage": {"prompt_tokens": 3}},
-    {"data": [{"index": 0, "embedding": ""}], "usage": {"prompt_tokens": 3}},
-    {"data": [{"index": 0, "embedding": "AADAfw=="}], "usage": {"prompt_tokens": 3}},  # not a number
-    {"data": [{"index": 0, "embedding": "AACAfw=="}], "usage": {"prompt_tokens": 3}},  # infinite
-    {"data": [{"index": 0, "embedding": "AAA="}], "usage": {"prompt_tokens": 3}},  # half a number
-    {"data": [{"index": 0, "embedding": [1e300]}], "usage": {"prompt_tokens": 3}},
-    {"data": [{"index": 0, "embedding": {"a": 1}}], "usage": {"prompt_tokens": 3}},
-    {"data": [{"index": 0, "embedding": [0.5]}], "usage": {"prompt_tokens": -3}},
-    {"data": [{"index": 0, "embedding": [0.5]}], "usage": {"prompt_tokens": 1 << 62}},
-    {"data": [{"index": 0, "embedding": [0.5]}], "usage": 5},
-    {"data": [{"index": 0, "embedding": [0.5]}]},
-    {"data": {"index": 0}},
-    {},
-    [],
-    None,
-]
-
-
-@pytest.mark.parametrize("said", BATCHES, ids=repr)
-async def test_no_vector_is_believed(said: Any) -> None:
-    config = SimulatedConfig(profile=STEP, embeddings=True)
-    async with lying_engine(config) as (lying, backend):
-        lying.lies = [Lie(b"POST /v1/embeddings", answer(said), times=None)]
-        generation = backend.generation("embeddings", {"input": ["a"]}, 0)
-        with anyio.fail_after(5), pytest.raises(EngineUnavailable):
-            await generation.run(0, Recorder(generation))
-
-
-@pytest.mark.parametrize("score", [None, "0.5", True, [], 10**400], ids=lambda value: str(value)[:8])
-async def test_no_score_is_believed(score: Any) -> None:
-    said = {"results": [{"index": 0, "relevance_score": "S"}], "usage": {"prompt_tokens": 3}}
-    raw = orjson.dumps(said).replace(b'"S"', str(score).encode() if isinstance(score, int) else b"null")
-    config = SimulatedConfig(profile=STEP, embeddings=True)
-    async with lying_engine(config) as (lying, backend):
-        lying.lies = [Lie(b"POST /v1/rerank", answer(raw), times=None)]
-        generation = backend.generation("rerank", {"query": "q", "documents": ["a"]}, 0)
-        with anyio.fail_after(5), pytest.raises(EngineUnavailable):
-            await generation.run(0, Recorder(generation))
+def test_a_line_in_single_bytes_takes_no_more_than_its_size() -> None:
+    parser = SseParser()
+    for _ in range(100_000):
+        assert not list(parser.feed(b"x"))
+    assert sys.getsizeof(parser._rest) < 150_000
 
 
 # Behind a dispatcher ------------------------------------------------------------------------------------
