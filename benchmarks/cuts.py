@@ -139,7 +139,9 @@ async def one_turn(cutter: "Cutter", kind: Kind, found: Found, chance: random.Ra
         middle = len(whole.content) // 2
         body["stop"] = [whole.content[middle : middle + _STOP_CHARS], "never said"]
         whole = await cutter.stream(body)
-    wrong = violations(kind, whole, whole, body["max_tokens"])
+    wrong = violations(kind, whole, whole, body)
+    if kind.stop and whole.finish_reasons != ["stop"]:
+        wrong.append("it does not end at its stop string")
     if wrong:
         raise BenchError(f"{kind.name}, uninterrupted: {wrong[0]}")
     first = 0 if kind.fresh else chance.randrange(whole.tokens)
@@ -154,8 +156,7 @@ async def one_turn(cutter: "Cutter", kind: Kind, found: Found, chance: random.Ra
     found.cuts += sum(line["event"] == "paused" for line in timeline)
     found.reevaluated += [line["tokens_reevaluated"] for line in timeline if line["event"] == "resumed"]
     found.violations += [
-        f"turn {found.turns}, cut after {lengths}: {what}"
-        for what in violations(kind, cut, whole, body["max_tokens"])
+        f"turn {found.turns}, cut after {lengths}: {what}" for what in violations(kind, cut, whole, body)
     ]
 
 

@@ -246,10 +246,6 @@ def _nothing_else(_: Reply) -> list[str]:
     return []
 
 
-def _stopped(reply: Reply) -> list[str]:
-    return [] if reply.finish_reasons == ["stop"] else [f"finish reasons {reply.finish_reasons}"]
-
-
 def _breaks_off(reply: Reply) -> list[str]:
     return [] if reply.finish_reasons == ["length"] else ["no end at the limit"]
 
@@ -268,10 +264,10 @@ def _has_a_call(reply: Reply) -> list[str]:
 
 KINDS = (
     Kind("plain", _plain, _nothing_else, exact=True),
-    Kind("plain with a stop string", _plain, _stopped, exact=True, stop=True),
+    Kind("plain with a stop string", _plain, _nothing_else, exact=True, stop=True),
     Kind("long prompt", _long_prompt, _nothing_else, fresh=True),
     Kind("prose beside tools", _prose_beside_tools, _nothing_else),
-    Kind("prose with a stop string", _prose_beside_tools, _stopped, stop=True),
+    Kind("prose with a stop string", _prose_beside_tools, _nothing_else, stop=True),
     Kind("JSON schema", _schema, _fits_schema),
     Kind("tool call", _auto_call, _has_a_call),
     Kind("required tool call", _call, _has_a_call),
@@ -284,8 +280,12 @@ KINDS = (
 )
 
 
-def violations(kind: Kind, reply: Reply, whole: Reply, max_tokens: int) -> list[str]:
-    """What is wrong with a reply that was cut, in words; `whole` is the same turn uninterrupted."""
+def violations(kind: Kind, reply: Reply, whole: Reply, body: Mapping[str, Any]) -> list[str]:
+    """What is wrong with a reply to `body` that was cut, in words; `whole` is the same turn uninterrupted.
+
+    Where text was tokenised again its continuation may be another one, which need not come to the stop string
+    that was chosen from the uninterrupted one. It must not have it, however.
+    """
     if reply.error is not None:
         return [f"error: {reply.error}"]
     wrong: list[str] = []
@@ -300,9 +300,11 @@ def violations(kind: Kind, reply: Reply, whole: Reply, max_tokens: int) -> list[
     hold(len(reply.finish_reasons) == 1, f"finish reasons {reply.finish_reasons}")
     hold(len(reply.usages) == 1, f"{len(reply.usages)} usages")
     hold(not reply.thinks_late, "reasoning after content")
-    wrong += _usage(reply, whole, max_tokens)
+    wrong += _usage(reply, whole, body["max_tokens"])
     wrong += _tool_calls(reply)
-    hold(not any(mark in reply.content for mark in ("<tool_call>", "</tool_call>", "</think>")), "markup")
+    hold(not any(stop in reply.content for stop in body.get("stop", ())), "a stop string in the text")
+    # Further on the small model may have written such words itself.
+    hold(not reply.content.lstrip().startswith(("<think>", "</think>", "<tool_call>")), "markup")
     if kind.exact:
         hold(reply.said() == whole.said(), "another text than uninterrupted")
         hold(reply.tokens == whole.tokens, f"{reply.tokens} tokens, {whole.tokens} uninterrupted")

@@ -14,6 +14,7 @@ from benchmarks.cuts_turns import KINDS, LONG_TEXT, Reply, chat_template, misfit
 
 BY_NAME = {kind.name: kind for kind in KINDS}
 ARGUMENTS = orjson.dumps({"path": "notes/ferry.txt", "content": LONG_TEXT}).decode()
+BODY = {"max_tokens": 50, "stop": ["vixen"]}
 USAGE = {"prompt_tokens": 9, "completion_tokens": 20, "total_tokens": 29}
 
 
@@ -47,10 +48,10 @@ CALL = [ROLE, event(call(ARGUMENTS, id="x")), event({}, "tool_calls")]
 
 def test_right_replies_are_right() -> None:
     prose, called = reply(*PROSE), reply(*CALL)
-    assert violations(BY_NAME["plain"], prose, prose, 50) == []
-    assert violations(BY_NAME["tool call"], called, called, 50) == []
+    assert violations(BY_NAME["plain"], prose, prose, BODY) == []
+    assert violations(BY_NAME["tool call"], called, called, BODY) == []
     cut_short = reply(ROLE, event(call(ARGUMENTS[:30], id="x")), event({}, "length"))
-    assert violations(BY_NAME["tool call over its limit"], cut_short, called, 20) == []
+    assert violations(BY_NAME["tool call over its limit"], cut_short, called, {"max_tokens": 20}) == []
 
 
 @pytest.mark.parametrize(
@@ -69,8 +70,8 @@ def test_right_replies_are_right() -> None:
         ("plain", reply(*PROSE, event({}, "stop"))),
         ("plain", reply(ROLE, event({"content": "a fox"}), event({}, "length"))),
         ("plain", reply('data: {"error": {"message": "it broke"}}')),
-        ("prose beside tools", reply(ROLE, event({"content": "a</think>"}), event({}, "stop"))),
-        ("plain with a stop string", reply(ROLE, event({"content": "a fox"}), event({}, "length"))),
+        ("prose beside tools", reply(ROLE, event({"content": "\n</think>a"}), event({}, "stop"))),
+        ("prose with a stop string", reply(ROLE, event({"content": "a vixen"}), event({}, "stop"))),
         ("tool call", reply(ROLE, event(call(ARGUMENTS[:30], id="x")), event({}, "tool_calls"))),
         (
             "tool call",
@@ -91,7 +92,7 @@ def test_right_replies_are_right() -> None:
 )
 def test_wrong_replies_are_found_out(kind: str, wrong: Reply) -> None:
     whole = reply(*(CALL if "call" in kind else PROSE))
-    assert len(violations(BY_NAME[kind], wrong, whole, 50)) >= 1
+    assert len(violations(BY_NAME[kind], wrong, whole, BODY)) >= 1
 
 
 @pytest.mark.parametrize(

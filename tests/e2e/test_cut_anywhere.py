@@ -45,7 +45,7 @@ async def test_a_call_that_is_cut_all_the_time_is_written_to_its_end() -> None:
         cut = await cutter.stream(body, [whole.tokens // 3] * 20)
         timeline = await cutter.timeline(cut.turn)
     resumes = [line["tokens_reevaluated"] for line in timeline if line["event"] == "resumed"]
-    assert violations(kind, cut, whole, body["max_tokens"]) == []
+    assert violations(kind, cut, whole, body) == []
     assert cut.calls[0]["arguments"] == whole.calls[0]["arguments"]
     assert 2 <= len(resumes) < 20, "it ends before it runs out of cuts"
     assert sum(resumes) < whole.tokens, "what was written is gone on with, not written again"
