@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
@@ -82,7 +83,7 @@ class Report:
 
     def table(self) -> Table:
         """The table, numbers to the right."""
-        table = Table(title=self.title)
+        table = Table(title=self.title, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
         for at, name in enumerate(self.columns):
             table.add_column(name, justify="left" if at == 0 else "right", no_wrap=at == 0)
         for row in self.rows:

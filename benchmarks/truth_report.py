@@ -120,7 +120,7 @@ class Truth:
 def report(settings: TruthSettings, found: Truth) -> Report:
     """The table: a row for each figure, the real runs, the simulation, and how far it is off."""
     real, simulated = found.real, found.simulated
-    names = ["real engine"] if len(real) == 1 else [f"real run {at + 1}" for at in range(len(real))]
+    names = ["real engine"] if len(real) == 1 else [f"real {at + 1}" for at in range(len(real))]
     rows = []
     for verdict in verdicts(real, simulated):
         cells = [_cell(verdict.name, run.figures()[verdict.name]) for run in real]
@@ -146,7 +146,7 @@ def report(settings: TruthSettings, found: Truth) -> Report:
         ],
         *(
             [
-                f"wait outside of the engine {name}",
+                f"wait outside engine {name}",
                 *(milliseconds(getattr(Summary.of(column.service_s), name)) for column in columns),
                 *blanks,
             ]
@@ -161,7 +161,7 @@ def report(settings: TruthSettings, found: Truth) -> Report:
         bench="truth",
         title=f"The same {len(found.trace)} turns on the engine and in the simulator, "
         f"{settings.shape.decode_slots} decode slots",
-        columns=["", *names, "simulated", "difference", *spread, "good"],
+        columns=["", *names, "simulator", "off by", *spread, "good"],
         rows=rows,
         notes=list(_notes(found)),
         parameters={"settings": settings},
