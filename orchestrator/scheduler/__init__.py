@@ -49,10 +49,11 @@ from orchestrator.scheduler.events import (
 from orchestrator.scheduler.ledger import Ledger, LedgerError
 from orchestrator.scheduler.policy import Policy, SwapPolicy
 from orchestrator.scheduler.prefix import Prefix
-from orchestrator.scheduler.scheduler import Scheduler, SchedulerView
+from orchestrator.scheduler.scheduler import Scheduler
 from orchestrator.scheduler.slots import SlotView
 from orchestrator.scheduler.swap import SwapView
 from orchestrator.scheduler.turn import TurnView
+from orchestrator.scheduler.view import SchedulerView
 
 __all__ = [
     "Abort",

@@ -81,7 +81,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Progressed:
-    """The turn's KV has grown to `kv_tokens`."""
+    """The turn's KV has grown to `kv_tokens`: less than its prompt while that is being evaluated."""
 
     turn: str
     kv_tokens: int
@@ -152,10 +152,14 @@ class RestoreFailed:
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """So many tokens of a prompt were evaluated in that time, in the company of what else runs."""
+    """So many tokens of a prompt were evaluated in that time, in the company of what else runs.
+
+    `turn`: whose; nothing of its segment's prompt is left to evaluate.
+    """
 
     tokens: int
     seconds: float
+    turn: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

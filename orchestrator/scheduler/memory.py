@@ -21,16 +21,20 @@ What gives way first is the order of `slots.py`. The rules about when:
 5. A new turn begins with the KV that its prompt shares most with, wherever that is: an idle slot, a file,
    or a slot that is saved for the purpose, if that takes all running turns together less time than its
    evaluation takes it. While the costs are unknown, only for turns below the highest class.
-6. Where resumes from a tier find nothing of their KV, the tier is passed over, and tried again now and then
+6. KV of a turn that was cancelled is there once the engine has stopped it, after the batch under way. Who
+   goes on from it waits for that, as a client does that gives up and asks again: the step that it waits
+   takes less time than evaluating it all in another slot, or the wait ends.
+7. Where resumes from a tier find nothing of their KV, the tier is passed over, and tried again now and then
    (`Costs.works`).
 """
 
 from __future__ import annotations
 
+from orchestrator.scheduler.batch_order import behind
 from orchestrator.scheduler.commands import Command, Erase, Forget, MarkDropped, MarkSwapped, Save
 from orchestrator.scheduler.costs import Costs
 from orchestrator.scheduler.policy import Policy
-from orchestrator.scheduler.prefix import shared_tokens
+from orchestrator.scheduler.prefix import goes_on_from, shared_tokens
 from orchestrator.scheduler.slots import Slot, SlotState, SlotTable
 from orchestrator.scheduler.swap import SwapFile, SwapTable
 from orchestrator.scheduler.turn import Phase, Turn
@@ -38,8 +42,6 @@ from orchestrator.turns import Tier
 
 #: At most this part of a shared budget is kept free for the highest class.
 HEADROOM_SHARE = 8
-#: Fewer tokens than this are not worth a restore of somebody else's KV.
-MIN_SHARED_TOKENS = 64
 
 
 class Memory:
@@ -57,8 +59,11 @@ class Memory:
         )
         self.swap = SwapTable(policy.swap)
         self.costs = Costs()
+        self._policy = policy
         self._patience_s = policy.swap.patience_s if policy.swap is not None else 0.0
         self._turns = turns
+        self.leaving: dict[str, Turn] = {}
+        """Cancelled turns that the engine has not stopped yet."""
         self._top_reserve = 0
 
     # A place for a turn ------------------------------------------------------------------------------
@@ -70,6 +75,11 @@ class Memory:
         """
         slot = turn.slot or self.slots.candidate(turn.agent, turn.priority, turn.prefix)
         if slot is None or slot.saving or self._own_is_being_saved(turn):
+            return None
+        if self._own_is_being_stopped(turn, slot, now):
+            return None
+        slot = self._in_order(turn, slot)
+        if slot is None:
             return None
         waits = stalls and turn.priority < self.top_priority and now - turn.placed_at < self._patience_s
         source: SwapFile | None = None
@@ -126,6 +136,7 @@ class Memory:
 
     def occupy(self, turn: Turn, slot: Slot, commands: list[Command], stalls: bool) -> Tier:
         """Seat the turn; where the KV is that its segment begins with."""
+        turn.unevaluated = self.to_evaluate(turn, slot)
         tier = Tier.RESIDENT if turn.slot is slot else Tier.DROPPED
         source, turn.source = turn.source, None
         if tier is Tier.RESIDENT:
@@ -173,7 +184,8 @@ class Memory:
         """The engine has the turn's prompt: what it began with is known to have worked or not."""
         slot = turn.slot
         assert slot is not None
-        turn.kv_tokens = slot.kv_tokens = slot.prompt_tokens = kv_tokens
+        turn.kv_tokens = turn.prompt_tokens = slot.kv_tokens = slot.prompt_tokens = kv_tokens
+        turn.unevaluated = 0 if cached is None else max(0, kv_tokens - cached)
         if turn.max_tokens:
             # What was reserved for a prompt that nobody had counted is given back.
             turn.reserve = min(turn.reserve, kv_tokens + turn.max_tokens)
@@ -185,8 +197,8 @@ class Memory:
         turn.resumed_from = None
         source = self._release_source(turn)
         if source is not None and source.idle and source.slot is None:
-            shared = shared_tokens(turn.prefix, source.prefix, source.prompt_tokens, source.kv_tokens)
-            if 2 * shared >= source.kv_tokens or not source.prefix:  # the turn's KV contains it; or it failed
+            contains = goes_on_from(turn.prefix, source.prefix, source.prompt_tokens, source.kv_tokens)
+            if contains or not source.prefix:  # or it failed
                 self.swap.remove(source, commands)
         self._forget_file(turn, commands)
 
@@ -394,6 +406,65 @@ class Memory:
         writing = self.swap.writing
         return writing is not None and writing.slot is not None and self._goes_on(writing.slot, turn)
 
+    def _own_is_being_stopped(self, turn: Turn, slot: Slot, now: float) -> bool:
+        """Whether the turn should not start in `slot`, as a cancelled turn leaves KV that saves it more.
+
+        It saves the turn at least the time that is waited for it: at worst that is lost once.
+        """
+        if turn.ran or not self.leaving:
+            return False
+        here = self.slots.goes_on(slot, turn.agent, turn.prefix)
+        coming = max(
+            (
+                self.slots.will_go_on(other.slot, turn.agent, turn.prefix)
+                for other in self.leaving.values()
+                if other.picked_up and other.slot is not None
+            ),
+            default=0,
+        )
+        if coming - here < self._policy.min_shared_tokens:
+            return False
+        saved_s = self.costs.prefill_s(coming - here)
+        return saved_s is None or max(self.costs.step_s(), now - turn.placed_at) < saved_s
+
+    def _in_order(self, turn: Turn, slot: Slot) -> Slot | None:
+        """Where the turn keeps nobody from starting who goes first: there, or further back; None: wait.
+
+        See `batch_order.py`.
+        """
+        tokens = self.to_evaluate(turn, slot)
+        if tokens < self._policy.long_prefill_tokens or not self._policy.preemption:
+            return slot
+        busy = (self._turns[other.turn or ""] for other in self.slots.slots if other.state is SlotState.BUSY)
+        first = behind(turn, slot.id, tokens, busy)
+        if first and turn.slot is None and not self._goes_on(slot, turn):
+            last = max(other.slot.id for other in first if other.slot is not None)
+            further = self.slots.candidate(turn.agent, turn.priority, turn.prefix, beyond=last)
+            if further is not None:
+                return further
+        waits = False
+        for other in first:
+            if other.priority == turn.priority and other.id not in turn.after:
+                if turn.preemptions >= self._policy.max_preemptions:
+                    continue
+                turn.preemptions += 1
+                turn.after.add(other.id)
+            waits = True
+        return None if waits else slot
+
+    def to_evaluate(self, turn: Turn, slot: Slot | None) -> int:
+        """About how many tokens of its prompt the engine has to evaluate when the turn runs in `slot` now."""
+        prompt = max(turn.prompt_tokens, turn.kv_tokens) or turn.reserve - turn.max_tokens
+        if slot is None:
+            held = 0
+        elif turn.slot is slot:
+            held = turn.kv_tokens
+        elif turn.source is not None:
+            held = turn.source.kv_tokens
+        else:
+            held = 0 if turn.ran else self.slots.goes_on(slot, turn.agent, turn.prefix)
+        return max(1, prompt - held)
+
     def _goes_on(self, slot: Slot, turn: Turn) -> bool:
         return not turn.ran and self.slots.goes_on(slot, turn.agent, turn.prefix) > 0
 
@@ -429,7 +500,7 @@ class Memory:
 
         Each call to the engine waits for the step under way. `unknown`: the answer without figures.
         """
-        if gain < MIN_SHARED_TOKENS:
+        if gain < self._policy.min_shared_tokens:
             return False
         swap_s, prefill_s = self.costs.swap_s(moved, saved=saved), self.costs.prefill_s(gain)
         if swap_s is None or prefill_s is None:

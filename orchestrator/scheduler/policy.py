@@ -53,6 +53,8 @@ class Policy:
     `first_slots`: how many of the first ones are kept for the highest class (see `slots.py`).
     `kv_budget_tokens`: what all slots together may hold (the pool of unified KV, or less where the user
     said so), or None when every slot has its own (split KV), where a turn that fits its slot always fits.
+    `min_shared_tokens`: fewer tokens than this are not worth moving or awaiting somebody else's KV.
+    `long_prefill_tokens`: a prompt with as many left to evaluate may give way to another (`scheduler.py`, 7).
     `adjacent`: whether turns in adjacent slots are computed together and others apart (see `slots.py`).
     `swap`: the folder for KV that gives way, None without. `min_run_s`, `max_preemptions`: see
     the module's rule 3. `aging_s`: a waiting turn counts one priority class higher for each such
@@ -64,6 +66,8 @@ class Policy:
     engine_slots: int
     first_slots: int = 0
     kv_budget_tokens: int | None = None
+    min_shared_tokens: int = 64
+    long_prefill_tokens: int = 512
     adjacent: bool = False
     swap: SwapPolicy | None = None
     preemption: bool = True

@@ -35,3 +35,9 @@ def shared_tokens(prompt: Prefix, held: Prefix, prompt_tokens: int, kv_tokens: i
     if blocks == len(held):
         return kv_tokens
     return min(kv_tokens, prompt_tokens * blocks // len(held))
+
+
+def goes_on_from(prompt: Prefix, held: Prefix, prompt_tokens: int, kv_tokens: int) -> int:
+    """The same, but 0 where less than half of the KV would be of use: that is another conversation's."""
+    shared = shared_tokens(prompt, held, prompt_tokens, kv_tokens)
+    return shared if 2 * shared >= kv_tokens else 0

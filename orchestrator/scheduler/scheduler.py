@@ -29,14 +29,16 @@ After every event:
    given up by the rules of `memory.py`. Last, so that nothing starts only to be paused.
 6. Age gives order, no rights: an aged turn preempts nothing and any newcomer above its base priority
    may preempt it. Only a turn that was passed over for it does not take the place straight back.
+7. A long prefill that keeps a turn in a later engine slot from starting gives way to it for as long as that
+   one's prompt takes, and keeps its decode slot from its equals: see `batch_order.py`.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 
 from orchestrator.scheduler.admission import Admission
+from orchestrator.scheduler.batch_order import in_the_way
 from orchestrator.scheduler.commands import (
     Abort,
     Claim,
@@ -48,7 +50,6 @@ from orchestrator.scheduler.commands import (
     Resume,
     Start,
 )
-from orchestrator.scheduler.costs import CostView
 from orchestrator.scheduler.events import (
     CancelRequested,
     Claimed,
@@ -77,30 +78,15 @@ from orchestrator.scheduler.events import (
 from orchestrator.scheduler.memory import Memory
 from orchestrator.scheduler.policy import Policy
 from orchestrator.scheduler.queue import ClassQueue
-from orchestrator.scheduler.slots import Slot, SlotView
-from orchestrator.scheduler.swap import SwapView
-from orchestrator.scheduler.turn import ON_ENGINE, WANTS_PLACE, Phase, Turn, TurnView, by_priority, by_rank
+from orchestrator.scheduler.slots import Slot
+from orchestrator.scheduler.turn import ON_ENGINE, WANTS_PLACE, Phase, Turn, by_rank
+from orchestrator.scheduler.view import SchedulerView, turn_view
 from orchestrator.turns import IllegalTransition, Tier
 
 JOURNAL_LENGTH = 512
 
 #: Events after which KV may have to be moved out of the way of the next turn of the highest class.
 _FREEING = (Paused, Ended, Saved, Erased, Tick)
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerView:
-    """The scheduler's state as it stood when asked; `owned` leaves out turns that only wait."""
-
-    slots: tuple[SlotView, ...]
-    owned: tuple[TurnView, ...]
-    waiting: int
-    decoding: int
-    kv_tokens_charged: int
-    kv_owners: dict[str, int]
-    """Charged tokens by what they are for; see `SlotTable.owners`."""
-    swap: SwapView
-    costs: CostView
 
 
 class Scheduler:
@@ -119,11 +105,15 @@ class Scheduler:
         """How many of the decoding turns there are of each priority; none of none."""
         self._placed: dict[str, Turn] = {}
         self._pausing: dict[str, Turn] = {}
+        self._giving_way: dict[str, Turn] = {}
+        """Of those that are pausing, the ones whose decode slot is kept for them."""
         self._claiming: dict[str, Turn] = {}
         self._admission = Admission(policy, self._memory, self._decoding, self._placed, self._pausing)
         self._outsized: dict[str, Turn] = {}
         """Waiting turns that are larger than all the KV here."""
         self._grown: dict[str, tuple[float, Progressed]] = {}
+        self._prefills_grown = False
+        """Whether who is seated depends on those."""
         self._step = 0
         self._ready = False
         self.journal: deque[tuple[float, Event, tuple[Command, ...]]] = deque(maxlen=JOURNAL_LENGTH)
@@ -139,10 +129,13 @@ class Scheduler:
         match event:
             case Progressed(turn_id, kv_tokens):
                 turn_or_none = self._turns.get(turn_id)
-                if turn_or_none is not None and turn_or_none.phase in ON_ENGINE:
-                    turn_or_none.kv_tokens = self._seat(turn_or_none).kv_tokens = kv_tokens
+                if turn_or_none is None or turn_or_none.phase not in ON_ENGINE:
+                    return commands
+                if not self._progressed(turn_or_none, kv_tokens) or not self._placed:
                     self._grown[turn_id] = (now, event)
-                return commands
+                    return commands
+                self._grown.pop(turn_id, None)
+                self._note_growth()
             case TurnQueued():
                 self._queued(event, now)
             case Claimed(turn_id, prefix, max_tokens):
@@ -190,8 +183,11 @@ class Scheduler:
                 self._memory.restored(self._expect(event, turn_id, *ON_ENGINE), kv_tokens, stall_s)
             case RestoreFailed(turn_id):
                 self._memory.restore_failed(self._expect(event, turn_id, *ON_ENGINE), commands)
-            case Prefilled(tokens, seconds):
+            case Prefilled(tokens, seconds, turn_id_or_none):
                 self._memory.costs.prefilled(tokens, seconds)
+                turn_or_none = self._turns.get(turn_id_or_none or "")
+                if turn_or_none is not None and turn_or_none.phase in ON_ENGINE:
+                    turn_or_none.unevaluated = 0
             case Stepped(step_s):
                 self._stepped(step_s)
             case CancelRequested(turn_id):
@@ -221,21 +217,7 @@ class Scheduler:
 
     def view(self, now: float = 0.0) -> SchedulerView:
         """A frozen picture for `/swarm/state` and tests."""
-        owned = tuple(
-            TurnView(
-                turn.id,
-                turn.agent,
-                turn.priority,
-                turn.phase.value,
-                turn.slot.id if turn.slot else None,
-                turn.kv_tokens,
-                turn.tier if turn.ran and turn.phase not in ON_ENGINE else None,
-                turn.preemptions,
-                self._memory.swap.ledger.of(turn.file.key) if turn.file is not None else 0,
-                {tier: self._memory.costs.resume_s(tier, turn.kv_tokens) for tier in Tier},
-            )
-            for turn in self._owned.values()
-        )
+        owned = tuple(turn_view(turn, self._memory) for turn in self._owned.values())
         return SchedulerView(
             slots=self._slots.view(),
             owned=owned,
@@ -310,6 +292,13 @@ class Scheduler:
                 commands.append(MarkDropped(turn.id))
         self._make_ready(turn, commands)
 
+    def _progressed(self, turn: Turn, kv_tokens: int) -> bool:
+        """Whether nothing is left any more of a prompt that was being evaluated."""
+        turn.kv_tokens = self._seat(turn).kv_tokens = kv_tokens
+        before, turn.unevaluated = turn.unevaluated, max(0, turn.prompt_tokens - kv_tokens)
+        self._prefills_grown = self._prefills_grown or before != turn.unevaluated
+        return before > 0 and not turn.unevaluated
+
     def _slot(self, event: Event, slot_id: int) -> Slot:
         if not 0 <= slot_id < len(self._slots.slots):
             raise self._illegal(f"{event}: the engine has no such slot", "")
@@ -339,6 +328,7 @@ class Scheduler:
         turn.cancelled = True
         match turn.phase:
             case Phase.RUNNING:
+                self._memory.leaving[turn_id] = turn
                 if not turn.stopping:
                     turn.stopping = True
                     commands.append(Abort(turn.id))
@@ -346,7 +336,9 @@ class Scheduler:
                 self._discard(turn, commands)
             case Phase.WAITING:
                 del self._turns[turn_id]
-            case Phase.CLAIMING | Phase.PAUSING:
+            case Phase.PAUSING:
+                self._memory.leaving[turn_id] = turn
+            case Phase.CLAIMING:
                 pass
 
     def _hold(self, turn_id: str, commands: list[Command]) -> None:
@@ -393,7 +385,7 @@ class Scheduler:
             if free <= 0 and turn.priority <= lowest:
                 continue
             ahead = self._ahead_of(turn) if self._claiming else ()
-            short = len(ahead) + 1 - free
+            short = len(ahead) + 1 - free + (self._kept_from(turn) if self._giving_way else 0)
             below = self._admission.below(turn) if short > 0 or self._slots.budget is not None else []
             if short > len(below):
                 pass
@@ -432,6 +424,13 @@ class Scheduler:
             and not other.hold
         ]
 
+    def _kept_from(self, turn: Turn) -> int:
+        """Decode slots that a place for `turn` must leave to those that give way to somebody's prompt."""
+        return sum(
+            other.priority >= turn.priority and not other.cancelled and not other.hold
+            for other in self._giving_way.values()
+        )
+
     def _claim(self, turn: Turn, commands: list[Command]) -> None:
         turn.phase = Phase.CLAIMING
         self._owned[turn.id] = self._claiming[turn.id] = turn
@@ -451,7 +450,12 @@ class Scheduler:
         self._placed[turn.id] = turn
 
     def _seat_placed(self, commands: list[Command], now: float) -> None:
-        for turn in sorted(self._placed.values(), key=by_priority):
+        if self._prefills_grown:
+            self._note_growth()
+        placed = list(self._placed.values())
+        if len(placed) > 1:  # of equals the short prompts first, so that no long one starts only to give way
+            placed.sort(key=lambda turn: (-turn.priority, self._memory.to_evaluate(turn, turn.slot)))
+        for turn in placed:
             stalls = self._memory.swap.policy is not None and self._memory.top_decodes(turn)
             slot = self._memory.seat(turn, commands, now, stalls)
             if slot is not None:
@@ -460,6 +464,7 @@ class Scheduler:
     def _run(self, turn: Turn, slot: Slot, commands: list[Command], now: float, stalls: bool) -> None:
         tier = self._memory.occupy(turn, slot, commands, stalls)
         turn.phase = Phase.RUNNING
+        turn.after.clear()
         turn.started_at = now
         turn.picked_up = False
         del self._placed[turn.id]
@@ -469,6 +474,26 @@ class Scheduler:
         else:
             turn.ran = True
             commands.append(Start(turn.id, slot.id, source))
+        self._make_way(turn, commands)
+
+    def _make_way(self, turn: Turn, commands: list[Command]) -> None:
+        """Pause the prefills that the engine would put before the turn's."""
+        if not self.policy.preemption or not self._memory.costs.works(Tier.RESIDENT):
+            return
+        if not self._giving_way and not any(
+            other.unevaluated for other in self._decoding.values() if other is not turn
+        ):
+            return
+        others = [*self._decoding.values(), *self._giving_way.values()]
+        for other in in_the_way(turn, others, self.policy.long_prefill_tokens):
+            if other.preemptions >= self.policy.max_preemptions:
+                continue
+            if other.phase is Phase.RUNNING:
+                self._pause(other, turn.id, commands)
+                self._giving_way[other.id] = other
+            else:
+                other.preemptions += 1
+            other.after.add(turn.id)
 
     def _pause(self, turn: Turn, by: str | None, commands: list[Command]) -> None:
         turn.phase = Phase.PAUSING
@@ -482,6 +507,7 @@ class Scheduler:
         """Put the latest Progressed of each turn into the journal: what follows depends on them."""
         self.journal.extend((at, event, ()) for at, event in self._grown.values())
         self._grown.clear()
+        self._prefills_grown = False
 
     # Bookkeeping -----------------------------------------------------------------------------------
 
@@ -524,6 +550,8 @@ class Scheduler:
         self._seat(turn)
         self._give_decode_slot_back(turn)
         self._pausing.pop(turn.id, None)
+        self._giving_way.pop(turn.id, None)
+        self._memory.leaving.pop(turn.id, None)
         self._grown.pop(turn.id, None)
 
     def _seat(self, turn: Turn) -> Slot:

@@ -12,7 +12,7 @@ KV that is being saved stays where it is until that is over.
 The engine fills its batch in the order of its slots: a turn in a slot *after* one in prefill gets no place
 in the batch, and does not start, before that prefill is over. So the first slots (`Policy.first_slots`)
 are kept for the highest class: others take them only when nothing else is left, and the highest class
-takes the first it can.
+takes the first it can. A prefill that is in the way all the same gives way for a while (`scheduler.py`, 7).
 
 Under split KV it computes a step group by group, a group being turns in adjacent slots: eight turns in four
 groups took a fifth longer than in one on a CPU, and each group reads all weights again. So there
@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from orchestrator.scheduler.ledger import Ledger
-from orchestrator.scheduler.prefix import Prefix, shared_tokens
+from orchestrator.scheduler.prefix import Prefix, goes_on_from
 
 ANYBODY = -math.inf
 NOBODY = math.inf
@@ -179,12 +179,15 @@ class SlotTable:
         if state is SlotState.IDLE:
             slot.turn = None
 
-    def candidate(self, agent: str, priority: int, prefix: Prefix = ()) -> Slot | None:
-        """The slot a newcomer should take: one whose KV its prompt goes on from, else the cheapest."""
+    def candidate(self, agent: str, priority: int, prefix: Prefix = (), *, beyond: int = -1) -> Slot | None:
+        """The slot a newcomer should take: one whose KV its prompt goes on from, else the cheapest.
+
+        Only slots after number `beyond` are looked at.
+        """
         best: Slot | None = None
         best_cost: tuple[float, ...] | None = None
         busy = SlotState.BUSY
-        for slot in self.slots:
+        for slot in self.slots[beyond + 1 :]:
             if slot.state is busy or not slot.takeable:  # most are, and this is the hot path
                 continue
             cost = self._cost(slot, agent, priority, prefix)
@@ -197,12 +200,15 @@ class SlotTable:
 
         Without anything known of the prompts, an agent's next turn is taken to go on from its last.
         """
-        if slot.state is not SlotState.IDLE or slot.agent is None:
+        return self.will_go_on(slot, agent, prefix) if slot.state is SlotState.IDLE else 0
+
+    def will_go_on(self, slot: Slot, agent: str, prefix: Prefix) -> int:
+        """The same of any slot's KV, once whoever runs there has left."""
+        if slot.agent is None:
             return 0
         if not prefix or not slot.prefix:
             return slot.kv_tokens if slot.agent == agent else 0
-        shared = shared_tokens(prefix, slot.prefix, slot.prompt_tokens, slot.kv_tokens)
-        return shared if 2 * shared >= slot.kv_tokens else 0
+        return goes_on_from(prefix, slot.prefix, slot.prompt_tokens, slot.kv_tokens)
 
     def victims_for_room(self, need: int, priority: int, keep: Slot | None) -> list[Slot] | None:
         """Slots to erase so that `need` more tokens fit the pool; none when they fit already.

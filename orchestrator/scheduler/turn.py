@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -52,6 +52,12 @@ class Turn:
     resumed_from: tuple[Tier, int] | None = None
     """Tier and KV tokens of a resume whose outcome is not known yet."""
     kv_tokens: int = 0
+    prompt_tokens: int = 0
+    """The last segment's prompt, what it had generated before included; 0 until the engine has counted it."""
+    unevaluated: int = 0
+    """How much of its segment's prompt the engine has still to evaluate, as far as known."""
+    after: set[str] = field(default_factory=set)
+    """The turns that its prefill gives way to."""
     ran: bool = False
     started_at: float = 0.0
     paused_at: float = 0.0
@@ -85,10 +91,6 @@ class Turn:
 
 def by_rank(turn: Turn) -> tuple[int, int]:
     return -turn.rank, turn.seq
-
-
-def by_priority(turn: Turn) -> int:
-    return -turn.priority
 
 
 @dataclass(frozen=True, slots=True)

@@ -194,7 +194,7 @@ class Backend:
             turn.first_token_s = now - turn.arrival_s
         turn.marked_s, turn.marked = now, turn.generated
         took_s = max(0.0, now - turn.asked_s - (self._step_s or 0.0))
-        self._pool.tell(self, Prefilled(turn.evaluating, took_s), now)
+        self._pool.tell(self, Prefilled(turn.evaluating, took_s, turn.id), now)
 
     def finished(self, turn: Turn, kv_tokens: int, now: float) -> None:
         """See `Host`."""
@@ -255,7 +255,8 @@ class Backend:
                 self._meter(turn, made, last_s if done else turn.last_s)
             else:
                 prefilling = True
-            self.handle(Progressed(turn.id, turn.prompt + made), now)  # no command ever follows from it
+            kv_tokens = turn.prompt + made - turn.left
+            self._pool.tell(self, Progressed(turn.id, kv_tokens), now)
         step_s = self._take_step(prefilling)
         if step_s is not None:
             self._pool.tell(self, Stepped(step_s), now)

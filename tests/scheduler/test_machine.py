@@ -94,6 +94,7 @@ T = TypeVar("T")
 @dataclass
 class Segment:
     """A turn on the engine. `told`: to pause or to abort. `lost`: the engine died under it.
+    `gives_way`: it pauses for the prompt of a turn that has its place already.
 
     `cached`: tokens of its prompt that are in the slot before it begins. `source`: a file that has to be
     restored before that.
@@ -105,6 +106,7 @@ class Segment:
     picked_up: bool = False
     told: str = ""
     lost: bool = False
+    gives_way: bool = False
 
 
 @dataclass
@@ -181,6 +183,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         swap=st.sampled_from(SWAP_BUDGETS),
         hybrid=st.sampled_from([False, False, False, True]),
         adjacent=st.booleans(),
+        long_prefill=st.sampled_from([512, 8]),
         crowd=st.lists(st.tuples(st.sampled_from(PRIORITIES[:-1]), TOKENS, TOKENS), min_size=2, max_size=4),
         ready=st.sampled_from([True, True, True, False]),
     )
@@ -196,6 +199,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         swap: int | None,
         hybrid: bool,
         adjacent: bool,
+        long_prefill: int,
         crowd: list[tuple[int, int, int]],
         ready: bool,
     ) -> None:
@@ -204,6 +208,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             decode_slots + spare,
             kv_budget_tokens=budget,
             adjacent=adjacent,
+            min_shared_tokens=4,
+            long_prefill_tokens=long_prefill,
             preemption=preemption,
             min_run_s=min_run_s,
             max_preemptions=max_preemptions,
@@ -322,6 +328,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.tell(RestoreFailed(turn.id))
             return
         segment.picked_up = True
+        self.needs_no_file(turn)
         self.engine.kv[segment.slot] = turn.kv
         if turn.limit:
             turn.reserve, turn.limit = min(turn.reserve, turn.kv + turn.limit), 0
@@ -352,6 +359,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """A turn ends by itself; the cells that it used stay in the engine."""
         keep = keep and not self.segment(turn).lost
         turn.segment = None
+        self.needs_no_file(turn)
         self.gone(turn)
         self.departed(Ended(turn.id, turn.kv if keep else 0, keep))
 
@@ -498,9 +506,10 @@ class SchedulerMachine(RuleBasedStateMachine):
                             # Its stream broke and it goes straight on: nobody has left.
                             for other in self.among("placed"):
                                 other.departures -= 1
+                        self.needs_no_file(turn)
                     self.begins(turn_id, slot, turn.kv if resident else 0, source)
                 case Pause(turn_id, by):
-                    self.paused(event, turn_id, by, phases)
+                    self.paused(event, turn_id, by, phases, started)
                 case Abort(turn_id):
                     assert event == CancelRequested(turn_id)
                     segment = self.segment(self.turns[turn_id])
@@ -550,6 +559,9 @@ class SchedulerMachine(RuleBasedStateMachine):
                     assert slot not in self.engine.paused, "erased under a paused turn that was not told"
                     self.engine.erasing.add(slot)
         assert not started & {command.turn for command in commands if isinstance(command, Pause)}
+        for turn in self.turns.values():
+            if phases.get(turn.id) == "placed" and self.may_wait(turn):
+                turn.departures = turn.tops = 0
         self.check_order(phases, started)
         self.before = phases
         self.check(view, phases)
@@ -571,12 +583,22 @@ class SchedulerMachine(RuleBasedStateMachine):
             for other in self.among("placed"):
                 other.tops += 1
 
-    def paused(self, event: Event, turn_id: str, by: str | None, phases: dict[str, str]) -> None:
+    def paused(
+        self, event: Event, turn_id: str, by: str | None, phases: dict[str, str], started: set[str]
+    ) -> None:
         segment = self.segment(self.turns[turn_id])
         assert not segment.told
         segment.told = "pause"
         if by is None:
             assert event == HoldRequested(turn_id)
+        elif by in started:
+            turn, other = self.turns[turn_id], self.turns[by]
+            assert self.policy.preemption
+            assert segment.slot < self.segment(other).slot
+            assert turn.priority < other.priority or (
+                turn.priority == other.priority and turn.agent == other.agent
+            )
+            segment.gives_way = True
         else:
             assert self.policy.preemption
             assert self.turns[turn_id].priority < self.turns[by].priority
@@ -585,6 +607,20 @@ class SchedulerMachine(RuleBasedStateMachine):
             )
             assert phases[by] in ("placed", "running"), "paused for a turn that was not placed"
 
+    def may_wait(self, turn: ModelTurn) -> bool:
+        """Whether a placed turn may wait although it has what it needs.
+
+        For a prompt that goes first, or for the KV that a cancelled turn leaves in a moment.
+        """
+        others = [other for other in self.segments(lost=False) if not other.held]
+        goes_first = any(
+            other.priority > turn.priority or (other.priority == turn.priority and other.agent == turn.agent)
+            for other in others
+            if not self.segment(other).told
+        )
+        kept = any(other.cancelled for other in self.segments(picked_up=True))
+        return kept or (goes_first and self.policy.preemption and self.policy.long_prefill_tokens < 512)
+
     def forget_kv(self, turn_id: str) -> None:
         for slot, paused in list(self.engine.paused.items()):
             if paused == turn_id:
@@ -592,6 +628,11 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def files_of(self, turn_id: str) -> list[File]:
         return [file for file in self.engine.files.values() if file.turn == turn_id and file.wanted]
+
+    def needs_no_file(self, turn: ModelTurn) -> None:
+        """Its file is forgotten, or left to another turn that is about to begin with it."""
+        for file in self.files_of(turn.id):
+            file.turn = None
 
     def used_slots(self) -> list[int]:
         return [self.segment(turn).slot for turn in self.segments()]
@@ -614,7 +655,11 @@ class SchedulerMachine(RuleBasedStateMachine):
                         continue  # it stepped back for a newcomer, before which the aged turn was placed
                     assert phases.get(other.id) not in WANTING, f"{turn.id} overtook {other.id}"
         if self.policy.kv_budget_tokens is None:
-            waits = [self.turns[turn_id].priority for turn_id, phase in phases.items() if phase == "placed"]
+            waits = [
+                self.turns[turn_id].priority
+                for turn_id, phase in phases.items()
+                if phase == "placed" and not self.may_wait(self.turns[turn_id])
+            ]
             for turn_id in started:
                 segment = self.segment(self.turns[turn_id])
                 if waits and not segment.cached and self.policy.swap is None:
@@ -693,7 +738,13 @@ class SchedulerMachine(RuleBasedStateMachine):
                 and (phases[turn.id] == "placed" or (policy.preemption and not self.segment(turn).told))
             ]
             ahead = [turn for turn in claims if turn.priority >= priority]
-            if free + len(below) <= len(ahead):
+            kept = [
+                turn
+                for turn in self.segments()
+                if self.segment(turn).gives_way and turn.priority >= priority
+                if not turn.cancelled and not turn.held
+            ]
+            if free + len(below) <= len(ahead) + len(kept):
                 continue
             assert policy.kv_budget_tokens is not None, f"{wanting} could have been claimed or placed"
             if priority == TOP:
@@ -713,7 +764,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         view = self.scheduler.view()
         for turn in view.owned:
-            if turn.phase == "placed" and turn.priority == TOP:
+            if turn.phase == "placed" and turn.priority == TOP and not self.may_wait(self.turns[turn.id]):
                 saves = any(slot.saving for slot in view.slots)
                 assert saves or all(slot.state in ("busy", "erasing") for slot in view.slots)
 
@@ -785,6 +836,7 @@ def test_long_walks(seed: int) -> None:
         swap=dice.choice(SWAP_BUDGETS),
         hybrid=dice.random() < 0.2,
         adjacent=seed % 2 == 0,
+        long_prefill=dice.choice([512, 8]),
         crowd=[(dice.choice(PRIORITIES[:-1]), dice.randint(1, 30), dice.randint(1, 30)) for _ in range(4)],
         ready=True,
     )
