@@ -4,7 +4,7 @@
 # make bench  every benchmark; results in bench-results/
 # make fuzz   ten minutes of broken and of strange requests; the counts in bench-results/fuzz.json
 # make clients        the coding agents of docs/clients.md, into .clients/ (3 GB)
-# make check-clients  each of them against the service on the real engine: half an hour
+# make check-clients  each of them against the service on the real engine: 40 minutes
 # make clean  remove what the above have made, except bench-results/
 
 PYTHON ?= python3

@@ -133,11 +133,16 @@ class RestoredKv:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The reply is complete; `completion_tokens` counts all segments, `kv_tokens` is what the slot holds."""
+    """The reply is complete; `completion_tokens` counts all segments, `kv_tokens` is what the slot holds.
+
+    `stop_sequence`: the one of the request's `stop` that ended it, and is not in it; None also where the
+    engine does not tell.
+    """
 
     finish_reason: str
     completion_tokens: int
     kv_tokens: int
+    stop_sequence: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +186,14 @@ class Sink(Protocol):
 
 class Generation(ABC):
     """One turn on one engine."""
+
+    @property
+    def evaluated_tokens(self) -> int:
+        """Tokens of the prompt and reply so far whose KV the last segment is known to have made or found.
+
+        Grows while a prompt is evaluated, where the engine tells; 0 where it does not.
+        """
+        return 0
 
     @abstractmethod
     async def run(self, slot: int, sink: Sink) -> Finished | Cut:

@@ -40,6 +40,9 @@ _DROPPED = frozenset(
     {"model", "stream", "stream_options", "max_tokens", "max_completion_tokens", "n_predict"}
     | {"n", "n_cmpl", "echo"}
 )
+# The only way to be told by this endpoint which stop string ended a reply: with its last chunk. A server that
+# does not know it from a request leaves it out.
+_TELL_STOP = {"verbose": True, "response_fields": ["stopping_word"]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,9 @@ class ChatGeneration(LlamaGeneration):
         self._body = chat_body({key: value for key, value in body.items() if key not in _DROPPED})
         self._top_logprobs = body.get("top_logprobs") or 0
         self._called = False
+        stop = self._body.get("stop") or []
+        self._stops: list[str] = [stop] if isinstance(stop, str) else stop
+        self._stop_sequence: str | None = None
         last = self._body["messages"][-1] if self._body["messages"] else {}
         self._begun = last if last.get("role") == "assistant" else None
         self._said = {REASONING: "", CONTENT: ""}
@@ -114,13 +120,14 @@ class ChatGeneration(LlamaGeneration):
         body, kept = await self._to_continue()
         self._segment_start = self._predicted = self.n_done + kept
         self._held = []
-        self._finish = None
+        self._finish = self._stop_sequence = None
         self._repeated = None
         if "echo" in body:
             in_content = body["continue_final_message"] == CONTENT
             self._repeated = RepeatedText(self._said[REASONING], self._said[CONTENT], in_content=in_content)
         return "/v1/chat/completions", {
             **body,
+            **(_TELL_STOP if self._stops else {}),
             "max_tokens": self._max_tokens - self._segment_start,
             "id_slot": slot,
             "cache_prompt": True,
@@ -200,6 +207,8 @@ class ChatGeneration(LlamaGeneration):
             if part:
                 self._take(part, sink)
             self._finish = told.text(choice.get("finish_reason")) or self._finish
+        if self._stops and "__verbose" in event:
+            self._stop_sequence = told.one_of(told.obj(event["__verbose"]).get("stopping_word"), self._stops)
         usage = told.obj(event.get("usage"))
         if self._finish is None or not usage:
             return None
@@ -211,7 +220,7 @@ class ChatGeneration(LlamaGeneration):
         # token was sampled, and not evaluated.
         prompt = usage.get("prompt_tokens", self.prompt_tokens + self._segment_start)
         self.kv_tokens = max(0, told.count(prompt) + generated - 1)
-        return Finished(self._finish, self._predicted, self.kv_tokens)
+        return Finished(self._finish, self._predicted, self.kv_tokens, self._stop_sequence)
 
     def _take(self, part: dict[str, Any], sink: Sink) -> None:
         if self._repeated is not None:

@@ -94,6 +94,12 @@ class LlamaGeneration(Generation):
 
     # Generation ------------------------------------------------------------------------------------
 
+    @property
+    def evaluated_tokens(self) -> int:
+        if self.n_done > self._done_before:
+            return self.prompt_tokens + self.n_done
+        return self._prefilled
+
     async def run(self, slot: int, sink: Sink) -> Finished | Cut:
         if self._parked is not None and slot != self._kv_slot:
             await self.discard()
@@ -159,7 +165,9 @@ class LlamaGeneration(Generation):
             except anyio.get_cancelled_exc_class():
                 if not self._cut and not self._silent:  # the slot must not go on decoding for nobody
                     with contextlib.suppress(BackendError):
-                        await self._backend.wait_idle(slot, CANCEL_BOUND_S)
+                        idle = await self._backend.wait_idle(slot, CANCEL_BOUND_S)
+                        if idle is not None and idle.kv_tokens is not None and self._started:
+                            self._prefilled = idle.kv_tokens
                 raise
             except Exception as error:
                 failure = error
@@ -215,7 +223,7 @@ class LlamaGeneration(Generation):
         finally:
             if not goes_on:
                 await stream.close()
-        whole = self.prompt_tokens + self.n_done
+        whole = self._prefilled = self.prompt_tokens + self.n_done
         self._mark_started(whole, whole)
         return stream
 

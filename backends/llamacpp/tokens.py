@@ -43,7 +43,10 @@ _SERVICE_OWNED = frozenset(
         "top_logprobs",
     }
 )
-_FINAL_FIELDS = ["content", "tokens", "stop", "stop_type", "tokens_predicted", "tokens_cached", "timings"]
+_FINAL_FIELDS = [
+    *("content", "tokens", "stop", "stop_type", "stopping_word"),
+    *("tokens_predicted", "tokens_cached", "timings"),
+]
 
 
 class TokenGeneration(LlamaGeneration):
@@ -148,7 +151,8 @@ class TokenGeneration(LlamaGeneration):
         cached = event.get("tokens_cached")
         whole = max(0, self.prompt_tokens + predicted - 1)
         self.kv_tokens = whole if cached is None else told.count(cached)
-        return Finished(reason, predicted, self.kv_tokens)
+        stop = told.one_of(event.get("stopping_word"), self._params.get("stop", ()))
+        return Finished(reason, predicted, self.kv_tokens, stop)
 
     def _take(self, content: str, tokens: list[int], predicted: int, sink: Sink) -> None:
         self._held += tokens

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from backends.protocol import EngineUnavailable
@@ -82,6 +83,11 @@ def number(value: Any) -> float:
 def word(value: Any, otherwise: str) -> str:
     """A short word, or what is taken instead of anything else."""
     return value if isinstance(value, str) and _WORD.fullmatch(value) else otherwise
+
+
+def one_of(value: Any, words: Sequence[str]) -> str | None:
+    """The one of these words that is told, None for anything else."""
+    return value if value in words else None
 
 
 def delta(value: Any) -> dict[str, Any]:

@@ -182,6 +182,7 @@ class Endpoints:
             self._reply_id("chatcmpl"),
             include_usage=body.include_usage,
             continued=continued if body.echo else None,
+            verbose=body.verbose,
         )
         player = None if script is None else ScriptPlayer(script, continued)
         return self._generate(body, prompt, renderer, player)

@@ -70,6 +70,8 @@ class ChatBody(SamplingBody):
     continue_final_message: ContinuedField = False
     echo: bool = False
     """With a continued message: the deltas begin with the text that was handed in."""
+    verbose: bool = False
+    """Whether the last chunk tells the stop string that ended the reply."""
 
 
 class EmbeddingsBody(Body):

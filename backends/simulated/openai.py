@@ -49,9 +49,15 @@ class ChatRenderer:
     end = b"[DONE]"
 
     def __init__(
-        self, model: str, reply_id: str, *, include_usage: bool, continued: Mapping[str, Any] | None = None
+        self,
+        model: str,
+        reply_id: str,
+        *,
+        include_usage: bool,
+        continued: Mapping[str, Any] | None = None,
+        verbose: bool = False,
     ) -> None:
-        """`continued`: the message to repeat before what is generated."""
+        """`continued`: the message to repeat before what is generated. `verbose`: tell the stop string."""
         self._base = {
             "created": CREATED,
             "id": reply_id,
@@ -59,6 +65,7 @@ class ChatRenderer:
             "system_fingerprint": _FINGERPRINT,
         }
         self._include_usage = include_usage
+        self._verbose = verbose
         self._echo = _repeated(continued, reply_id) if continued else []
         self._begun = False
 
@@ -89,6 +96,8 @@ class ChatRenderer:
 
     def _closing(self, finished: Finished) -> list[dict[str, Any]]:
         last = self._chunk({}, finished.finish_reason)
+        if self._verbose:
+            last |= {"__verbose": {"stopping_word": finished.stopping_word}}
         timings = {"timings": timings_json(finished.timings)}
         if not self._include_usage:
             return [last | timings]

@@ -19,6 +19,7 @@ from orchestrator.broker.records import (
     end_entry,
     error_entry,
     status_entry,
+    stop_sequence_of,
     timeline_entry,
 )
 from orchestrator.broker.streams import Entry, OutputReader, TurnStream
@@ -43,5 +44,6 @@ __all__ = [
     "end_entry",
     "error_entry",
     "status_entry",
+    "stop_sequence_of",
     "timeline_entry",
 ]

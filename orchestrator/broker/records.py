@@ -139,15 +139,30 @@ def status_entry(status: str, **details: Any) -> bytes:
     return _line([STATUS, status, details])
 
 
-def end_entry(finish_reason: str, prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> bytes:
-    """The reply is complete. Counts are over all segments; `cached_tokens` is the first one's."""
+def end_entry(
+    finish_reason: str,
+    prompt_tokens: int,
+    completion_tokens: int,
+    cached_tokens: int,
+    stop_sequence: str | None = None,
+) -> bytes:
+    """The reply is complete. Counts are over all segments; `cached_tokens` is the first one's.
+
+    `stop_sequence` is in the entry only where one ended the reply: see `stop_sequence_of`.
+    """
     usage = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }
-    return _line([END, finish_reason, usage])
+    return _line([END, finish_reason, usage, *(() if stop_sequence is None else (stop_sequence,))])
+
+
+def stop_sequence_of(end: list[Any]) -> str | None:
+    """The stop sequence that ended the reply, from its end entry; None where none did, or nobody knows."""
+    sequence: str | None = end[3] if len(end) > 3 else None
+    return sequence
 
 
 def error_entry(status: int, message: str, kind: str, code: str | None = None) -> bytes:

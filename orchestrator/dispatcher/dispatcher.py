@@ -322,7 +322,7 @@ class Dispatcher:
         """Tell the scheduler how far the running turns are; not with each token, which decides nothing."""
         running = [run for run in self._runs.values() if run.running]
         for run in running:
-            self._handle(Progressed(run.id, run.prompt_tokens + run.n_tokens))
+            self._handle(Progressed(run.id, run.kv_tokens))
         prefilling = any(run.scope is not None and not run.last_delta for run in self._runs.values())
         step_s = self._steps.take(prefilling)
         if step_s is not None:
@@ -467,7 +467,8 @@ class Dispatcher:
         del self._runs[run.id]
         self._handle(Ended(run.id, end.kv_tokens, resident))
         run.n_tokens = end.completion_tokens
-        run.put(end_entry(end.finish_reason, run.prompt_tokens, end.completion_tokens, run.cached_tokens))
+        counts = run.prompt_tokens, end.completion_tokens, run.cached_tokens
+        run.put(end_entry(end.finish_reason, *counts, end.stop_sequence))
         entry = timeline_entry("done", finish_reason=end.finish_reason, tokens=end.completion_tokens)
         await self._books.close(run, TurnState.DONE, entry, {"finish_reason": end.finish_reason})
 
@@ -493,7 +494,7 @@ class Dispatcher:
 
     async def _aborted(self, run: TurnRun) -> None:
         del self._runs[run.id]
-        self._handle(Ended(run.id, run.prompt_tokens + run.n_tokens, resident=run.running))
+        self._handle(Ended(run.id, run.kv_tokens, resident=run.running))
         await self._cancelled(run)
 
     async def _discard(self, run: TurnRun) -> None:
@@ -515,9 +516,10 @@ class Dispatcher:
         )
 
     async def _interrupted(self, run: TurnRun, error: EngineUnavailable) -> None:
-        """The engine broke the segment off: try the turn again, but not for ever without a new token."""
-        run.failures = 1 if run.n_tokens > run.tokens_at_failure else run.failures + 1
-        run.tokens_at_failure = run.n_tokens
+        """The engine broke the segment off: try the turn again, but not for ever without progress."""
+        run.evaluated = max(run.evaluated, run.kv_tokens)
+        run.failures = 1 if run.progress > run.progress_at_failure else run.failures + 1
+        run.progress_at_failure = run.progress
         _log.warning("segment interrupted", turn=run.id, error=str(error), failures=run.failures)
         if run.failures >= MAX_FAILURES:
             await self._fail(run, 502, f"the engine failed {run.failures} times: {error}", "engine_error")
@@ -525,8 +527,6 @@ class Dispatcher:
         if not await self._backend.healthy():
             await self._engine_lost()
         was_running, run.running = run.running, False
-        if run.n_tokens:
-            run.evaluated = max(run.evaluated, run.prompt_tokens + run.n_tokens)
         entry = timeline_entry("interrupted", error=str(error), tokens=run.n_tokens)
         if was_running:
             run.status("paused")
@@ -627,6 +627,6 @@ class Dispatcher:
     def _on_first_delta(self, run: TurnRun) -> None:
         now = time.monotonic()
         step_s = self._steps.smoothed or 0.0
-        self._handle(Prefilled(run.evaluating, max(0.0, now - run.asked_at - step_s)))
+        self._handle(Prefilled(run.evaluating, max(0.0, now - run.asked_at - step_s), run.id))
         if run.tier is not None:
             run.resume_cost_s += now - run.commanded_at

@@ -25,7 +25,8 @@ class TurnRun:
     one; `evaluating`: the prompt tokens it had to evaluate; `resume_cost_s`: from command to token, over all
     resumes. `evaluated`: the most tokens of prompt and reply that were ever evaluated; only these can be
     evaluated again, the rest of a prompt that was cut is new. `held`: tokens that were generated and not
-    forwarded when it was cut; those that the next prompt does not have are generated again.
+    forwarded when it was cut; those that the next prompt does not have are generated again. `parts`: pieces
+    of the reply. `failures`: how often in a row the engine broke it off without `progress` in between.
     """
 
     record: TurnRecord
@@ -56,13 +57,29 @@ class TurnRun:
     n_tokens: int = 0
     preemptions: int = 0
     reevaluated: int = 0
+    parts: int = 0
     failures: int = 0
-    tokens_at_failure: int = -1
+    progress_at_failure: int = -1
     last_delta: float = 0.0
 
     @property
     def id(self) -> str:
         return self.record.request.id
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens of its prompt and reply that its segment has evaluated, as far as known."""
+        if self.last_delta or self.generation is None:
+            return self.prompt_tokens + self.n_tokens
+        return self.generation.evaluated_tokens
+
+    @property
+    def progress(self) -> int:
+        """Grows with every piece of the reply, and when more of prompt and reply is evaluated than ever.
+
+        Not when a prompt is evaluated up to the same place again.
+        """
+        return self.parts + self.evaluated
 
     def started(self, prompt_tokens: int, cached_tokens: int) -> None:
         """The engine picked the segment up."""
@@ -79,6 +96,7 @@ class TurnRun:
             self.on_step(now - self.last_delta)
         self.last_delta = now
         self.n_tokens += n_tokens
+        self.parts += 1
         self.put(delta_entry(part, n_tokens, tokens))
 
     def status(self, status: str, **details: Any) -> None:

@@ -1,9 +1,9 @@
 """A turn's output as a reply: streamed, or in one piece, through whatever silence the turn has.
 
-A turn that waits, is paused or in prefill says nothing for minutes. A stream gets a comment then, or what
-its API has for that. A reply in one piece cannot say anything before its end, but blanks: whoever sits
-between and hears nothing gives up (nginx after 60 s, Node's fetch after 300 s, OpenAI's client after 600 s),
-so after `WHOLE_SILENCE_S` its status is sent, and then a blank whenever a stream would have a comment. Until
+A turn that waits, is paused or in prefill says nothing for minutes. A stream gets an event that adds nothing
+then. A reply in one piece cannot say anything before its end, but blanks: whoever sits between and hears
+nothing gives up (nginx after 60 s, Node's fetch after 300 s, OpenAI's client after 600 s), so after
+`WHOLE_SILENCE_S` its status is sent, and then a blank whenever a stream would have such an event. Until
 then a failure has its own status. When that is, and that the client is still there, is for `watch` to see.
 """
 

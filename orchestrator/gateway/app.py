@@ -38,7 +38,7 @@ from orchestrator.gateway.guard import Guard
 from orchestrator.gateway.identity import Identities
 from orchestrator.gateway.models import Models
 from orchestrator.gateway.openapi import OPENAPI_PATH, openapi
-from orchestrator.gateway.output import OUTPUT_PATH, turn_output
+from orchestrator.gateway.output import OUTPUT_PATH, OWN_TURN_PATH, cancel_own_turn, turn_output
 from orchestrator.gateway.prefixes import Prefixes
 
 MESSAGES_PATH = "/v1/messages"
@@ -78,6 +78,7 @@ def create_app(
         _get("/api/version", ollama.version(gateway), OLLAMA_ERRORS),
         _get("/v1/models", models(gateway)),
         _get("/v1/models/{id:path}", model(gateway)),
+        Route(OWN_TURN_PATH, Endpoint(cancel_own_turn(gateway)), methods=["DELETE"]),
         _get(OUTPUT_PATH, turn_output(gateway)),
         _get("/healthz", healthz(gateway)),
         _get(OPENAPI_PATH, openapi(gateway.identities)),

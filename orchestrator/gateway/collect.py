@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from orchestrator.broker import DELTA, END, ERROR, Entry
+from orchestrator.broker import DELTA, END, ERROR, Entry, stop_sequence_of
 from orchestrator.gateway.errors import from_entry
 
 LOGPROBS = "_logprobs"
@@ -25,6 +25,7 @@ class Collector:
         self._other: dict[str, Any] = {}
         self._logprobs: dict[str, Any] = {}
         self.finish_reason = ""
+        self.stop_sequence: str | None = None
         self.usage: dict[str, Any] = {}
 
     def add(self, entries: Iterable[Entry]) -> None:
@@ -34,6 +35,7 @@ class Collector:
                 self._add_part(entry[1])
             elif entry[0] == END:
                 self.finish_reason, self.usage = entry[1], entry[2]
+                self.stop_sequence = stop_sequence_of(entry)
                 self.over = True
             elif entry[0] == ERROR:
                 self.over = True

@@ -1,8 +1,12 @@
-"""``GET /v1/turns/ID/output``: the reply to a turn that was asked to go on without its client.
+"""An agent's own turns after their requests: their output, and their end.
 
-It is the reply as the request would have had it, from its first byte: in the same API, as a stream if a
-stream was asked for, and it waits for the end of a turn that has not ended. Reading it, and leaving, changes
-nothing, and it can be done again and by several at once, for as long as the turn's record is there.
+``GET /v1/turns/ID/output`` is the reply to a turn that was asked to go on without its client. It is the reply
+as the request would have had it, from its first byte: in the same API, as a stream if a stream was asked for,
+and it waits for the end of a turn that has not ended. Reading it, and leaving, changes nothing, and it can be
+done again and by several at once, for as long as the turn's record is there.
+
+``DELETE /v1/turns/ID`` cancels a turn: the only way to end one whose client has left. It can be repeated, and
+does nothing to a turn that has ended.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 from functools import partial
 from urllib.parse import parse_qs
 
+import orjson
 from starlette.types import Receive, Scope
 
 from orchestrator.broker import TurnRecord
@@ -24,20 +29,17 @@ from orchestrator.gateway.generate import Gateway
 from orchestrator.gateway.reply import Reply
 from orchestrator.gateway.watch import until_disconnect
 
-OUTPUT_PATH = "/v1/turns/{id}/output"
+OWN_TURN_PATH = "/v1/turns/{id}"
+OUTPUT_PATH = f"{OWN_TURN_PATH}/output"
 
 
 def turn_output(gateway: Gateway) -> Handler:
     """Only the turn's own agent may read it. ``?stream=true`` or ``false`` asks for the other form."""
 
     async def handle(scope: Scope, receive: Receive, reply: Reply) -> None:
-        id_ = scope["path_params"]["id"]
-        caller = gateway.identities.identify(dict(scope["headers"]))
         wanted = _wanted_form(scope["query_string"])
-        record = await find_turn(gateway, id_)
-        if record.request.agent != caller.agent:
-            raise unknown_turn(id_)
-        reply.concerns(id_)
+        record = await _own_turn(gateway, scope, reply)
+        id_ = record.request.id
         kept = record.request.kept
         dialect = None if kept is None else gateway.dialects.get(kept.path)
         if kept is None or dialect is None:
@@ -51,6 +53,33 @@ def turn_output(gateway: Gateway) -> Handler:
         await until_disconnect(receive, work, reply, gateway.config.server.keepalive_s)
 
     return handle
+
+
+def cancel_own_turn(gateway: Gateway) -> Handler:
+    """Only the turn's own agent may. The dispatcher acts on it a moment later; `state` is the one before."""
+
+    async def handle(scope: Scope, receive: Receive, reply: Reply) -> None:
+        request = (await _own_turn(gateway, scope, reply)).request
+        state = await gateway.broker.cancel(request.pool, request.id)
+        if state is None:
+            raise unknown_turn(request.id)
+        await reply.json(orjson.dumps({"id": request.id, "requested": "cancel", "state": state}))
+
+    return handle
+
+
+async def _own_turn(gateway: Gateway, scope: Scope, reply: Reply) -> TurnRecord:
+    """The record of the turn in the path, which the reply then names.
+
+    Raises ApiError: 401, or 404 for another agent's turn too, as nobody is to learn that there is one.
+    """
+    id_ = scope["path_params"]["id"]
+    caller = gateway.identities.identify(dict(scope["headers"]))
+    record = await find_turn(gateway, id_)
+    if record.request.agent != caller.agent:
+        raise unknown_turn(id_)
+    reply.concerns(id_)
+    return record
 
 
 async def _read(

@@ -3,7 +3,7 @@
     python -m tests.clients.check [CLIENT ...]
 
 Prints the table of docs/clients.md, and ends with 1 if any run was not as it should be. A prompt of 14,000
-tokens takes minutes on a CPU; all ten take about half an hour on two cores.
+tokens takes minutes on a CPU; all ten take about 40 minutes on two cores.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def row(one: Seen) -> tuple[str, ...]:
         f"yes, {one.tools}" if one.tools else "none, as it asks",
         f"yes, {one.preemptions}x" if one.preemptions else "no",
         f"{one.prompt_tokens:,}",
-        f"{one.turns}: {', '.join(one.finish_reasons)}",
+        f"{one.turns}: {', '.join(one.finish_reasons)}{f'; then {one.gave_up}' * bool(one.gave_up)}",
         "yes" if not one.faults else "no",
     )
 

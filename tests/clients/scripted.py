@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import orjson
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from backends.simulated import ScriptedReply, SimulatedConfig, SimulatedEngine
+from backends.simulated import ScriptedReply, SimulatedConfig, SimulatedEngine, serve_simulated_in_thread
 from backends.simulated.app import build_app
+from tests.clients.spec import Client
 
+TEXT = "The quick brown fox jumps over the lazy dog. " * 10
+ANSWER = "The notes are written now."
 # A call comes in pieces, as from a real model.
 _PIECE = 24
 
@@ -49,6 +54,22 @@ class ScriptedEngine(SimulatedEngine):
                 await plain_app(scope, receive, send)
 
         self.app = app
+
+
+@contextmanager
+def scripted(client: Client, file: Path, config: SimulatedConfig) -> Iterator[tuple[ScriptedEngine, str]]:
+    """An engine that plays the client's loop (the call writes `TEXT` into the file), and its address."""
+
+    def filled(text: str) -> str:
+        return text.replace("FILE", str(file)).replace("TEXT", TEXT).replace("ANSWER", ANSWER)
+
+    calls = [
+        call(one.tool, filled(one.arguments)) for one in (client.write, client.finish) if one is not None
+    ]
+    answer = say(filled(client.answer))
+    engine = ScriptedEngine(config, answer, [*calls, answer] if calls else [])
+    with serve_simulated_in_thread(engine) as url:
+        yield engine, url
 
 
 def say(text: str) -> ScriptedReply:

@@ -21,7 +21,7 @@ from tests.clients.spec import KEY, MODEL, Place
 from tests.clients.tap import Tap, tap
 
 CONFIG = """
-server: {{port: 0, header_wait_s: 0.5, keepalive_s: 1}}
+server: {{port: 0, header_wait_s: {header_wait_s}, keepalive_s: {keepalive_s}}}
 redis: {redis}
 backends:
   - name: local
@@ -89,7 +89,9 @@ class Stage:
             self.foreground.served[reason] += 1
 
 
-def config_text(redis: str, backend: str, max_turn_tokens: int) -> str:
+def config_text(
+    redis: str, backend: str, max_turn_tokens: int, header_wait_s: float = 0.5, keepalive_s: float = 1.0
+) -> str:
     """The configuration; `redis` is YAML, and `backend` that of the backend's own keys, indented by four."""
     return CONFIG.format(
         redis=redis,
@@ -98,6 +100,8 @@ def config_text(redis: str, backend: str, max_turn_tokens: int) -> str:
         editor_key=hash_key(EDITOR_KEY),
         reviewer_key=hash_key(KEY),
         max_turn_tokens=max_turn_tokens,
+        header_wait_s=header_wait_s,
+        keepalive_s=keepalive_s,
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 import pytest
 
+from tests.clients.check import row
 from tests.clients.runner import Ran
 from tests.clients.spec import Client, read_clients
 from tests.clients.tap import Exchange
@@ -49,6 +50,16 @@ def test_a_good_run_has_no_faults() -> None:
     assert seen.faults == ()
     assert (seen.streamed, seen.tools, seen.prompt_tokens) == (True, 1, 1437)
     assert (seen.turns, seen.preemptions, seen.finish_reasons) == (2, 2, ("stop", "stop"))
+
+
+def test_a_client_that_names_an_error_at_its_end_gave_up() -> None:
+    ended = "\nUser:\nno call\n\nExit:\nRepeatedFormatError\nSaved trajectory to 'Exit:'\n"
+    seen = judge(CLIENT, replace(GOOD, output=ended), [exchange()], [turn()])
+    assert (seen.faults, seen.gave_up) == ((), "RepeatedFormatError")
+    assert row(seen)[7] == "1: stop; then RepeatedFormatError"
+    for output in ("\nExit:\nThe Error is mended.\n", "Exit:\n", "Hello."):
+        seen = judge(CLIENT, replace(GOOD, output=output), [exchange()], [turn()])
+        assert (seen.gave_up, row(seen)[7]) == ("", "1: stop")
 
 
 Run = tuple[Ran, list[Exchange], list[dict[str, Any]]]

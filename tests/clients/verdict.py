@@ -7,6 +7,7 @@ and the client printed what the model said.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,8 @@ _LAST = {
     "/v1/messages": '"message_stop"',
     "/v1/responses": '"response.completed"',
 }
+#: How mini-swe-agent prints that it gave up; it then ends with exit code 0.
+_GAVE_UP = re.compile(r"^Exit:\s*^(\w+(?:Error|Exceeded))\s*$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,8 @@ class Seen:
     finish_reasons: tuple[str, ...]
     seconds: float
     faults: tuple[str, ...]
+    gave_up: str = ""
+    """The error by which the client named its end, if it did: a small model's replies are reason enough."""
 
 
 def judge(client: Client, ran: Ran, exchanges: Sequence[Exchange], turns: Sequence[dict[str, Any]]) -> Seen:
@@ -57,6 +62,7 @@ def judge(client: Client, ran: Ran, exchanges: Sequence[Exchange], turns: Sequen
         finish_reasons=tuple(str(turn["finish_reason"]) for turn in turns),
         seconds=ran.seconds,
         faults=tuple(_faults(client, ran, exchanges, asked, turns)),
+        gave_up=gave_up[1] if (gave_up := _GAVE_UP.search(ran.output)) else "",
     )
 
 

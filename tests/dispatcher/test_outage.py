@@ -130,14 +130,20 @@ async def test_a_turn_that_never_gets_a_token_fails_with_502(redis: Redis, valke
 
 
 class Hopeless(Generation):
-    """Is picked up each time, and then broken off before its first token."""
+    """Is picked up each time, and broken off before its first token, `reached` tokens into its prompt."""
+
+    reached = 0
 
     def __init__(self) -> None:
         self.runs = 0
 
+    @property
+    def evaluated_tokens(self) -> int:
+        return self.reached
+
     async def run(self, slot: int, sink: Sink) -> Finished | Cut:
         self.runs += 1
-        sink.started(10, 0)
+        sink.started(1_000, 0)
         await anyio.lowlevel.checkpoint()
         raise EngineUnavailable("Context size has been exceeded.")
 
@@ -151,19 +157,53 @@ class Hopeless(Generation):
         pass
 
 
-async def test_being_picked_up_is_no_progress(redis: Redis, valkey_url: str) -> None:
-    hopeless = Hopeless()
+class GetsOn(Hopeless):
+    """Each time evaluates some more of its prompt, or a further input, before it is broken off."""
+
+    def __init__(self, *, says: bool) -> None:
+        super().__init__()
+        self._says = says
+
+    async def run(self, slot: int, sink: Sink) -> Finished | Cut:
+        self.runs += 1
+        sink.started(1_000, self.reached)
+        if self._says:
+            sink.delta({"embeddings": [[0.0]]}, 0, [])
+        else:
+            self.reached += 64
+        await anyio.lowlevel.checkpoint()
+        if self.runs <= 3 * MAX_FAILURES:
+            raise EngineUnavailable("slot 1 still decodes 30 s after it was stopped")
+        return Finished("stop", 0, 0)
+
+
+async def end_of(redis: Redis, valkey_url: str, generation: Generation) -> TurnState:
+    """What becomes of a turn that is generated so."""
 
     class Cursed(LlamaCppBackend):
         def generation(
             self, api: str, body: dict[str, Any], max_tokens: int, so_far: ReplySoFar | None = None
         ) -> Generation:
-            return hopeless
+            return generation
 
     async with swarm(redis, valkey_url) as s:
         await s.start(s.dispatcher(backend=s.backend(Cursed)))
-        record = await s.until_end(await s.submit("x"))
-        assert (record.state, hopeless.runs) == (TurnState.FAILED, MAX_FAILURES)
+        return (await s.until_end(await s.submit("x"))).state
+
+
+@pytest.mark.parametrize("reached", [0, 640])
+async def test_being_picked_up_is_no_progress(redis: Redis, valkey_url: str, reached: int) -> None:
+    hopeless = Hopeless()
+    hopeless.reached = reached
+    assert await end_of(redis, valkey_url, hopeless) is TurnState.FAILED
+    assert hopeless.runs == MAX_FAILURES
+
+
+@pytest.mark.parametrize("says", [False, True], ids=["evaluates", "says"])
+async def test_a_prompt_or_an_input_further_is_progress(redis: Redis, valkey_url: str, says: bool) -> None:
+    gets_on = GetsOn(says=says)
+    assert await end_of(redis, valkey_url, gets_on) is TurnState.DONE
+    assert gets_on.runs == 3 * MAX_FAILURES + 1
 
 
 async def test_progress_counts_even_when_it_is_small(redis: Redis, valkey_url: str) -> None:

@@ -84,8 +84,9 @@ class Swarm:
                 if line.startswith(": "):
                     seen.marks.append(line[2:])
                 elif line.startswith("data: {"):
+                    before = seen.chunks
                     self._take(json.loads(line[6:]), seen)
-                    if on_chunk is not None:
+                    if on_chunk is not None and seen.chunks > before:
                         on_chunk(seen)
         return seen
 
@@ -95,7 +96,8 @@ class Swarm:
         seen.usage = chunk.get("usage") or seen.usage
         for choice in chunk.get("choices", []):
             seen.text += choice.get("text") or choice.get("delta", {}).get("content") or ""
-            seen.chunks += 1
+            # Not those that only keep the stream open.
+            seen.chunks += bool(choice.get("text") or choice.get("delta"))
             seen.finish_reason = choice.get("finish_reason") or seen.finish_reason
 
     async def timeline(self, turn: str) -> list[dict[str, Any]]:

@@ -32,7 +32,8 @@ PERSON = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-IMAGE = "data:image/png;base64,iVBORw0KGgo="
+PNG = "iVBORw0KGgo="
+IMAGE = f"data:image/png;base64,{PNG}"
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +88,14 @@ async def client(valkey_url: str, engine: ManagedEngine) -> AsyncIterator[Client
 
 def body_of(kind: str) -> dict[str, Any]:
     return next(one for one in KINDS if one.name == kind).body(0)
+
+
+def _anthropic(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool as Anthropic's API has it."""
+    function = tool["function"]
+    return {"name": function["name"], "input_schema": function["parameters"]} | (
+        {"description": function["description"]} if "description" in function else {}
+    )
 
 
 def ask(text: str, **fields: Any) -> dict[str, Any]:
@@ -160,6 +169,9 @@ async def test_limits_stops_and_seeds(
         text = whole["message"]["content"]
         stop = text[60:66]
         stopped = [await c.choice({**story, "max_tokens": 40, "stop": s}) for s in (stop, ["###", stop])]
+        asked = {"messages": story["messages"], "max_tokens": 40, "stop_sequences": ["###", stop]}
+        asked |= {"tools": [_anthropic(tool) for tool in story.get("tools", [])]}
+        anthropic = await c.post(asked, "/v1/messages")
         dice = {**story, "temperature": 1.5, "seed": 11}
         first, second = [await c.choice(dice) for _ in range(2)]
     assert short[1]["usage"]["completion_tokens"] == 7
@@ -167,6 +179,9 @@ async def test_limits_stops_and_seeds(
     for choice in stopped:
         assert choice["finish_reason"] == "stop"
         assert choice["message"]["content"] == text[: text.index(stop)]
+    status, message = anthropic
+    assert (status, message["stop_reason"], message["stop_sequence"]) == (200, "stop_sequence", stop)
+    assert message["content"] == [{"type": "text", "text": text[: text.index(stop)]}]
     assert first["message"] == second["message"]
 
 
@@ -190,6 +205,36 @@ async def test_what_the_engine_will_never_take_is_a_4xx_in_shape(
                 assert "\n" not in reply["error"]["message"]
         hidden = await c.choice(ask("hi"))
     assert hidden["finish_reason"] == "length", "the engine is none the worse for it"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_image_is_refused_in_each_apis_shape(
+    valkey_url: str, tools_engine: ManagedEngine, stream: bool
+) -> None:
+    source = {"type": "base64", "media_type": "image/png", "data": PNG}
+    asked: dict[str, dict[str, Any]] = {
+        CHAT: {
+            "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": IMAGE}}]}]
+        },
+        "/v1/messages": {
+            "messages": [{"role": "user", "content": [{"type": "image", "source": source}]}],
+            "max_tokens": 5,
+        },
+        "/v1/responses": {
+            "input": [{"role": "user", "content": [{"type": "input_image", "image_url": IMAGE}]}]
+        },
+        "/api/chat": {"messages": [{"role": "user", "content": "What is it?", "images": [PNG]}]},
+    }
+    async with client(valkey_url, tools_engine) as c:
+        replies = {path: await c.post({**body, "stream": stream}, path) for path, body in asked.items()}
+    for path, (status, reply) in replies.items():
+        error = reply["error"]
+        message = error if path == "/api/chat" else error["message"]
+        assert (status, "image input is not supported" in message) == (400, True), (path, reply)
+        assert "\n" not in message
+    assert replies["/v1/messages"][1]["error"]["type"] == "invalid_request_error"
+    for path in (CHAT, "/v1/responses"):
+        assert replies[path][1]["error"]["type"] == "invalid_request_error"
 
 
 async def test_completions(valkey_url: str, tools_engine: ManagedEngine) -> None:

@@ -83,6 +83,7 @@ class FakeEngines:
     infos: dict[str, EngineInfo] = field(default_factory=lambda: {"default": make_info()})
     count: int | BackendError = 10
     counted: list[tuple[str, str]] = field(default_factory=list)
+    bodies: list[dict[str, Any]] = field(default_factory=list)
 
     def info(self, pool: str) -> EngineInfo | None:
         return self.infos.get(pool)
@@ -92,6 +93,7 @@ class FakeEngines:
 
     async def count_tokens(self, pool: str, api: str, body: dict[str, Any]) -> int:
         self.counted.append((pool, api))
+        self.bodies.append(body)
         if isinstance(self.count, BackendError):
             raise self.count
         return self.count

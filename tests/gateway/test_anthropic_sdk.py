@@ -182,6 +182,32 @@ async def test_a_stream_is_the_whole_reply_also_when_it_is_cut(redis: Redis, val
     assert totals[0] == totals[1] > 0
 
 
+@pytest.mark.parametrize("cut", [False, True])
+async def test_a_stop_sequence_is_told(redis: Redis, valkey_url: str, cut: bool) -> None:
+    ask = asked("Tell me a story [len=120]")
+    async with world(valkey_url) as w:
+        whole = await w.worker.messages.create(**ask)
+        [told] = whole.content
+        assert (whole.stop_reason, whole.stop_sequence) == ("end_turn", None)
+        assert told.type == "text"
+        stop = told.text[300:312]
+        ask |= {"stop_sequences": ["###", stop]}
+        stopped = await w.worker.messages.create(**ask)
+        async with anyio.create_task_group() as tasks, w.worker.messages.stream(**ask) as stream:
+            pieces = 0
+            async for _ in stream.text_stream:
+                pieces += 1
+                if pieces == 20 and cut:
+                    tasks.start_soon(foreground, w)
+            streamed = await stream.get_final_message()
+        record = await w.swarm.record(stream.response.headers["x-swarm-turn"])
+    assert record["preemptions"] == cut
+    text = {"type": "text", "text": told.text[: told.text.index(stop)]}
+    for message in (stopped, streamed):
+        assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", stop)
+        assert [{name: block.to_dict()[name] for name in text} for block in message.content] == [text]
+
+
 async def test_a_limit_and_a_begun_reply(redis: Redis, valkey_url: str) -> None:
     async with world(valkey_url) as w:
         begun = {"role": "assistant", "content": "Once upon a time"}

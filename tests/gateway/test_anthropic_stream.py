@@ -37,8 +37,8 @@ def delta(**part: Any) -> Entry:
     return ["d", part, 1, []]
 
 
-def end(reason: str = "stop") -> Entry:
-    return ["e", reason, USAGE]
+def end(reason: str = "stop", *stop_sequence: str) -> Entry:
+    return ["e", reason, USAGE, *stop_sequence]
 
 
 def call(arguments: str, index: int = 0, **more: Any) -> dict[str, Any]:
@@ -187,6 +187,20 @@ def test_stop_reasons(reason: str, calls: bool, wanted: str) -> None:
     entries = [*([delta(tool_calls=[call("{}")])] if calls else []), end(reason)]
     assert message_of(stream_of(*entries))["stop_reason"] == wanted
     assert whole_of(*entries)["stop_reason"] == wanted
+
+
+@pytest.mark.parametrize(
+    ("reason", "calls", "wanted"),
+    [
+        ("stop", False, {"stop_reason": "stop_sequence", "stop_sequence": "\n\nHuman:"}),
+        ("length", False, {"stop_reason": "max_tokens", "stop_sequence": None}),
+        ("stop", True, {"stop_reason": "tool_use", "stop_sequence": None}),
+    ],
+)
+def test_a_stop_sequence_is_named(reason: str, calls: bool, wanted: dict[str, Any]) -> None:
+    entries = [*([delta(tool_calls=[call("{}")])] if calls else []), end(reason, "\n\nHuman:")]
+    for message in (message_of(stream_of(*entries)), whole_of(*entries)):
+        assert {name: message[name] for name in wanted} == wanted
 
 
 def test_nothing_said_is_no_block() -> None:

@@ -196,6 +196,61 @@ async def test_who_may_not_read_it(redis: Redis, valkey_url: str) -> None:
     assert bad.status_code == 400
 
 
+@pytest.mark.parametrize("script", [_claimed, _started, _paused])
+async def test_its_agent_cancels_it(redis: Redis, valkey_url: str, script: Script) -> None:
+    async with service(redis, valkey_url, config=QUICK) as swarm:
+        turn = await left_turn(swarm, script, stream=True)
+        before = await swarm.broker.record("default", turn.id)
+        assert before is not None
+        # The owner is told each time, and acts on the first.
+        for _ in range(2):
+            response = await swarm.client.delete(f"/v1/turns/{turn.id}")
+            assert response.json() == {"id": turn.id, "requested": "cancel", "state": before.state}
+            assert (response.status_code, response.headers["x-swarm-turn"]) == (200, turn.id)
+            assert (await swarm.dispatcher.event("cancel")).turn == turn.id
+        await turn.become(TurnState.CANCELLED)
+
+
+async def test_one_that_waits_is_cancelled_at_once(redis: Redis, valkey_url: str) -> None:
+    async with service(redis, valkey_url, config=QUICK) as swarm:
+        async with swarm.client.stream("POST", CHAT, json=chat(stream=True), headers=DETACHED) as response:
+            id_ = response.headers["x-swarm-turn"]
+        replies = [await swarm.client.delete(f"/v1/turns/{id_}") for _ in range(2)]
+        output = await swarm.client.get(output_of(id_))
+    assert [reply.status_code for reply in replies] == [200, 200]
+    assert [reply.json()["state"] for reply in replies] == ["queued", "cancelled"]
+    assert (output.status_code, output.json()["error"]["code"]) == (499, "cancelled")
+
+
+async def test_cancelling_what_has_ended_does_nothing(redis: Redis, valkey_url: str) -> None:
+    async with service(redis, valkey_url, config=QUICK) as swarm:
+        turn = await left_turn(swarm, stream=True)
+        await turn.say("all")
+        await turn.finish()
+        response = await swarm.client.delete(f"/v1/turns/{turn.id}")
+        await no_cancel(swarm)
+        output = await swarm.client.get(output_of(turn.id))
+    assert (response.status_code, response.json()["state"]) == (200, "done")
+    assert text_of(output.content) == "all"
+
+
+async def test_who_may_not_cancel_it(redis: Redis, valkey_url: str) -> None:
+    async with service(redis, valkey_url, config=QUICK) as swarm:
+        turn = await left_turn(swarm, stream=True)
+        path = f"/v1/turns/{turn.id}"
+        other = await swarm.client.delete(path, headers={"X-Swarm-Agent": "indexer"})
+        nobody = await swarm.client.delete(path, headers={"X-Swarm-Agent": "unknown"})
+        absent = await swarm.client.delete("/v1/turns/turn-0")
+        strange = await swarm.client.delete("/v1/turns/a%7Bb%7D")
+        method = await swarm.client.get(path)
+        await no_cancel(swarm)
+        await turn.finish()
+    assert [reply.status_code for reply in (other, absent, strange)] == [404] * 3
+    assert {reply.json()["error"]["code"] for reply in (other, absent, strange)} == {"turn_not_found"}
+    assert nobody.status_code == 401
+    assert method.status_code == 405
+
+
 async def test_a_turn_that_was_not_to_be_kept_is_not_handed_out(redis: Redis, valkey_url: str) -> None:
     async with (
         service(redis, valkey_url, config=QUICK) as swarm,

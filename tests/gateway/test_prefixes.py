@@ -16,7 +16,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from orchestrator.broker.prompts import PromptNotes
 from orchestrator.config import Config, parse_config
 from orchestrator.prompts.report import MIN_SEEN
-from tests.gateway.harness import PERMANENT_KEYS, Service, Taken, application, service
+from tests.gateway.harness import PERMANENT_KEYS, FakeEngines, Service, Taken, application, service
 from tests.prompts.bodies import RULES, chat
 
 pytestmark = pytest.mark.keys_without_ttl(*PERMANENT_KEYS)
@@ -100,6 +100,27 @@ async def test_anthropics_system_blocks(redis: Redis, valkey_url: str) -> None:
         system, user = body["messages"]
         assert system["content"] == "\n".join(["x-billing: 1", *RULES])
         assert user["content"] == f"Hello.\n\nTime: {number}"
+
+
+async def test_anthropics_count_is_of_what_would_be_sent(redis: Redis, valkey_url: str) -> None:
+    engines = FakeEngines()
+    asked = [
+        {
+            "system": "\n".join([*top(number), *RULES]),
+            "messages": [{"role": "user", "content": "Hello."}],
+            "max_tokens": 8,
+        }
+        for number in (1, 2)
+    ]
+    headers = {"X-Swarm-Agent": "steady"}
+    async with service(redis, valkey_url, config=config(), engines=engines) as swarm:
+        sent = [await stored(swarm, body, "steady", "/v1/messages") for body in asked]
+        for body in asked:
+            response = await swarm.client.post("/v1/messages/count_tokens", json=body, headers=headers)
+            assert response.status_code == 200
+    counted = [body["messages"] for body in engines.bodies[-2:]]
+    assert counted == [body["messages"] for body in sent]
+    assert counted[0][0] == counted[1][0], "the pinned line, and without the moved one"
 
 
 async def test_without_a_rule_the_bytes_are_the_clients(redis: Redis, valkey_url: str) -> None:

@@ -116,7 +116,7 @@ async def test_a_reply_without_output_still_has_its_role(redis: Redis, valkey_ur
     assert [event["choices"][0]["delta"] for event in events] == [{"role": "assistant", "content": ""}, {}]
 
 
-async def test_headers_wait_only_so_long_and_comments_keep_the_stream_alive(
+async def test_headers_wait_only_so_long_and_empty_chunks_keep_the_stream_alive(
     redis: Redis, valkey_url: str
 ) -> None:
     config = make_config(keepalive_s=0.05, header_wait_s=0.05)
@@ -126,12 +126,16 @@ async def test_headers_wait_only_so_long_and_comments_keep_the_stream_alive(
     ):
         pieces = response.aiter_raw()
         # Nobody has taken the turn yet.
-        assert await read_until(pieces, b": keep-alive\n\n: keep-alive\n\n")
+        first = await read_until(pieces, b"data: ")
+        assert first.startswith(b": keep-alive\n\ndata: ")
+        assert b'"delta":{"role":"assistant","content":""}' in first
+        await read_until(pieces, b'"delta":{}')
         turn = await swarm.dispatcher.take()
         await turn.start()
         assert await read_until(pieces, b": started\n\n")
         await turn.pause()
-        assert (await read_until(pieces, b": keep-alive\n\n")).startswith(b": paused\n\n")
+        await read_until(pieces, b": paused\n\n")
+        await read_until(pieces, b'"delta":{}')
         await turn.resume()
         await turn.say("done")
         await turn.finish()

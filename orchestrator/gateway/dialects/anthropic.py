@@ -11,7 +11,7 @@ from orchestrator.gateway.dialects.anthropic_errors import ANTHROPIC_ERRORS, Ant
 from orchestrator.gateway.dialects.anthropic_reply import (
     message,
     signature,
-    stop_reason,
+    stopped,
     tool_blocks,
     usage,
 )
@@ -45,6 +45,6 @@ class Messages(Dialect):
         if text:
             content.append({"type": "text", "text": text})
         calls = tool_blocks(head, reply, reply.finish_reason)
-        reason = stop_reason(reply.finish_reason, bool(calls))
-        said = {"content": [*content, *calls], "stop_reason": reason}
+        ended = stopped(reply.finish_reason, bool(calls), reply.stop_sequence)
+        said = {"content": [*content, *calls], **ended}
         return orjson.dumps(message(head, usage(reply.usage)) | said)

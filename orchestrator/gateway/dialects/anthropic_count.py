@@ -1,4 +1,4 @@
-"""Anthropic's ``/v1/messages/count_tokens``: the engine's own count, which needs no slot."""
+"""Anthropic's ``/v1/messages/count_tokens``: the engine's own count of what it would get. Needs no slot."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from orchestrator.gateway.sizer import COUNT_BOUND_S
 
 
 def count_tokens(gateway: Gateway) -> Handler:
-    """``POST /v1/messages/count_tokens``."""
+    """``POST /v1/messages/count_tokens``. Counts the prompt as the agent's rules for prefixes leave it."""
 
     async def handle(scope: Scope, receive: Receive, reply: Reply) -> None:
         headers = dict(scope["headers"])
-        gateway.identities.identify(headers)
+        caller = gateway.identities.identify(headers)
         ask = count_ask(await read_body(headers, receive, gateway.config.server.max_body_bytes))
         pool, _ = gateway.models.resolve(ask.model)
+        ask = (await gateway.prefixes.steady(pool, caller.agent, "chat", ask)).ask
         try:
             with anyio.fail_after(COUNT_BOUND_S):
                 count = await gateway.engines.count_tokens(pool, "chat", ask.body)

@@ -10,7 +10,6 @@ from orchestrator.gateway.collect import Collector
 from orchestrator.gateway.dialects.base import Head
 from orchestrator.gateway.errors import ApiError, quoted
 
-#: The log does not tell a stop sequence from the model's own end, so ``stop_sequence`` is never given.
 STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -41,11 +40,18 @@ def signature(head: Head) -> str:
     return message_id(head)
 
 
-def stop_reason(finish_reason: str, called: bool) -> str:
-    """Why the reply ended; `called`: it has whole tool calls."""
+def stopped(finish_reason: str, called: bool, stop_sequence: str | None) -> dict[str, str | None]:
+    """Why the reply ended, as its fields; `called`: it has whole tool calls.
+
+    Where the engine does not tell a stop sequence from the model's own end it is ``end_turn``.
+    """
     if called and finish_reason != "length":
-        return "tool_use"
-    return STOP_REASONS.get(finish_reason, "end_turn")
+        reason = "tool_use"
+    elif stop_sequence is not None and finish_reason == "stop":
+        return {"stop_reason": "stop_sequence", "stop_sequence": stop_sequence}
+    else:
+        reason = STOP_REASONS.get(finish_reason, "end_turn")
+    return {"stop_reason": reason, "stop_sequence": None}
 
 
 def usage(counts: dict[str, Any]) -> dict[str, int]:

@@ -21,7 +21,7 @@ from orchestrator.gateway.dialects.anthropic_errors import AnthropicErrors
 from orchestrator.gateway.dialects.anthropic_reply import (
     message,
     signature,
-    stop_reason,
+    stopped,
     tool_blocks,
     usage,
 )
@@ -78,7 +78,7 @@ class MessageChunks(Chunks):
             delta = {"type": "input_json_delta", "partial_json": orjson.dumps(call["input"]).decode()}
             out.append(_event("content_block_delta", index=self._index, delta=delta))
             self._stop(out)
-        ended = {"stop_reason": stop_reason(reason, bool(calls)), "stop_sequence": None}
+        ended = stopped(reason, bool(calls), self._stop_sequence)
         out += (_event("message_delta", delta=ended, usage=usage(counts)), STOP)
 
     def _say(self, out: list[bytes], kind: TextKind, text: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from orchestrator.broker import DELTA, END, ERROR, STATUS, Entry
+from orchestrator.broker import DELTA, END, ERROR, STATUS, Entry, stop_sequence_of
 from orchestrator.gateway.collect import Collector
 from orchestrator.gateway.errors import OPENAI_ERRORS, ErrorShape, from_entry
 from orchestrator.gateway.validate import Ask
@@ -37,13 +37,14 @@ class Chunks(ABC):
 
     def __init__(self) -> None:
         self.over = False
+        self._stop_sequence: str | None = None
 
     def open(self) -> bytes:
         """What is sent with the headers, before the turn has said anything."""
         return b""
 
     def keep_alive(self) -> bytes:
-        """What a silent stream is kept open with."""
+        """What a silent stream is kept open with: an event, where clients do not count comments."""
         return KEEP_ALIVE
 
     def encode(self, entries: Iterable[Entry]) -> bytes:
@@ -56,6 +57,7 @@ class Chunks(ABC):
             elif kind == STATUS:
                 self._status(out, entry[1], entry[2])
             elif kind == END:
+                self._stop_sequence = stop_sequence_of(entry)
                 self._end(out, entry[1], entry[2])
                 self.over = True
                 break
@@ -75,7 +77,7 @@ class Chunks(ABC):
 
     @abstractmethod
     def _end(self, out: list[bytes], reason: str, usage: dict[str, Any]) -> None:
-        """Append the events that end the reply."""
+        """Append the events that end the reply; `_stop_sequence` is what ended it, if one did."""
 
 
 class Dialect(ABC):

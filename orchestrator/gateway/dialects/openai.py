@@ -1,4 +1,9 @@
-"""OpenAI's ``/v1/chat/completions`` and ``/v1/completions``."""
+"""OpenAI's ``/v1/chat/completions`` and ``/v1/completions``.
+
+A silent stream gets a comment and, after it, a chunk that adds nothing: OpenAI's clients pass comments
+over, so those that give a stream up for its silence (Qwen Code) count chunks. An empty text would not do in
+a chat: to some it begins or ends a part of the reply, where an empty delta touches none.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,7 @@ from typing import Any
 import orjson
 
 from orchestrator.gateway.collect import LOGPROBS, Collector
-from orchestrator.gateway.dialects.base import Chunks, Dialect, Head
+from orchestrator.gateway.dialects.base import KEEP_ALIVE, Chunks, Dialect, Head
 from orchestrator.gateway.errors import DONE
 from orchestrator.gateway.validate import Ask, chat_ask, completion_ask
 
@@ -44,6 +49,14 @@ class ChatChunks(_OpenAiChunks):
         self._suffix = b',"finish_reason":null}]}\n\n'
         self._opened = False
 
+    def keep_alive(self) -> bytes:
+        out = [KEEP_ALIVE]
+        if self._opened:
+            out += (self._prefix, b"{}", self._suffix)
+        else:
+            self._open(out)
+        return b"".join(out)
+
     def _open(self, out: list[bytes]) -> None:
         self._opened = True
         out += (self._prefix, b'{"role":"assistant","content":""}', self._suffix)
@@ -71,6 +84,9 @@ class CompletionChunks(_OpenAiChunks):
     def __init__(self, head: Head) -> None:
         super().__init__(head, "cmpl", "text_completion")
         self._prefix = self._head + b'{"index":0,"text":'
+
+    def keep_alive(self) -> bytes:
+        return KEEP_ALIVE + self._prefix + b'"","finish_reason":null,"logprobs":null}]}\n\n'
 
     def _delta(self, out: list[bytes], part: dict[str, Any]) -> None:
         logprobs = part.get(LOGPROBS)

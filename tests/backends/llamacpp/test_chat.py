@@ -73,6 +73,23 @@ async def test_plain_text_over_the_chat_endpoint_is_exact_here(way: str) -> None
 
 
 @ways
+async def test_the_stop_string_is_told_wherever_the_cut_falls(way: str) -> None:
+    body = chat("Some text [len=60]", tools=TOOLS)
+    async with rig(config(way)) as r:
+        _, told = await r.whole(body)
+        stop = told.text[120:131]
+        for stops in (stop, ["###", stop]):
+            generation, sink = r.generation({**body, "stop": stops}, cut_at=list(range(1, 60, 7)))
+            end, cuts = await finish(generation, sink)
+            assert len(cuts) > 2
+            assert sink.text == told.text[: told.text.index(stop)]
+            assert (end.finish_reason, end.stop_sequence) == ("stop", stop)
+        for others in (None, [], ["###"]):
+            end, _ = await r.whole({**body, "stop": others})
+            assert (end.finish_reason, end.stop_sequence) == ("stop", None)
+
+
+@ways
 @pytest.mark.parametrize("limit", [1, 7, 30])
 async def test_the_limit_counts_over_all_segments(way: str, limit: int) -> None:
     body = chat("Some text [len=60]", tools=TOOLS)

@@ -112,10 +112,14 @@ async def test_a_stop_string_is_found_wherever_the_cut_falls(way: str) -> None:
             body = {**BODY, "stop": stop}
             whole = await r.whole(body)
             assert whole[0].finish_reason == "stop"
+            assert whole[0].stop_sequence == stop
             assert whole[1].text == told.text[: told.text.index(stop)]
             generation, sink = r.generation(body, cut_at=list(range(1, LENGTH)))
             end, _ = await finish(generation, sink)
             check(end, sink, whole)
+            assert end.stop_sequence == stop
+        unstopped, _ = await r.whole({**BODY, "stop": ["###", "%%%"]})
+        assert (unstopped.finish_reason, unstopped.stop_sequence) == ("stop", None)
 
 
 @ways

@@ -62,7 +62,10 @@ WAYS = {
     "tokens": Way(
         b"POST /completion",
         chat(TEXT),
-        (*("content", "tokens", "tokens_predicted", "tokens_cached", "stop", "stop_type"), *PROGRESS),
+        (
+            *("content", "tokens", "tokens_predicted", "tokens_cached", "stop", "stop_type", "stopping_word"),
+            *PROGRESS,
+        ),
         [
             {"content": "", "tokens": [0], "stop": False, "tokens_predicted": 0, **SEEN},
             *(
@@ -77,7 +80,7 @@ WAYS = {
     ),
     "chat": Way(
         b"POST /v1/chat/completions",
-        chat(TEXT, tools=TOOLS),
+        chat(TEXT, tools=TOOLS, stop=["###"]),
         (
             *(
                 "choices",
@@ -87,6 +90,7 @@ WAYS = {
                 "choices.0.finish_reason",
             ),
             *("timings", "timings.predicted_n", "usage", "usage.completion_tokens", "usage.prompt_tokens"),
+            *("__verbose", "__verbose.stopping_word"),
             *PROGRESS,
         ),
         [
@@ -95,7 +99,10 @@ WAYS = {
                 {"choices": [{"index": 0, "delta": {"content": text}}], "timings": {"predicted_n": number}}
                 for number, text in enumerate("abc", 1)
             ),
-            {"choices": [{"index": 0, "delta": {}, "finish_reason": "length"}]},
+            {
+                "choices": [{"index": 0, "delta": {}, "finish_reason": "length"}],
+                "__verbose": {"stopping_word": ""},
+            },
             {"choices": [], "usage": {"completion_tokens": 3, "prompt_tokens": 6}},
         ],
     ),
@@ -237,6 +244,7 @@ def check(sink: Recorder, end: Any, context: int) -> None:
         assert isinstance(end.finish_reason, str)
         assert sink.n_tokens <= end.completion_tokens <= MAX_TOKENS
         assert 0 <= end.kv_tokens <= context
+        assert end.stop_sequence is None, "it is none of those that were asked for"
 
 
 @ways
