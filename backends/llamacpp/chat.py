@@ -94,11 +94,11 @@ class ChatGeneration(LlamaGeneration):
             self._forget_calls()
             raise
 
-    def _over(self) -> Finished | None:
+    async def _over(self) -> Finished | None:
         # Calls are forwarded in one part, once the reply is complete: only its end was lost.
         if self._called and self.n_done < self._max_tokens:
             return Finished("tool_calls", self.n_done, self.kv_tokens)
-        return super()._over()
+        return await super()._over()
 
     # Requests --------------------------------------------------------------------------------------
 

@@ -122,6 +122,10 @@ class LlamaCppClient:
             raise told.strange()
         return told.ids(reply["tokens"])
 
+    async def detokenize(self, tokens: list[int]) -> str:
+        """The text of token ids, control tokens by their names. Raises EngineRefused, EngineUnavailable."""
+        return told.text(told.obj(await self.ask("POST", "/detokenize", {"tokens": tokens})).get("content"))
+
     @asynccontextmanager
     async def spread(self) -> AsyncIterator[None]:
         """For the block the engine may use any of its slots: nobody's turn is sent to one of them."""

@@ -88,7 +88,7 @@ class LlamaGeneration(Generation):
     async def _prompt_to_prefill(self, at_least: int) -> list[int]:
         """The next segment's prompt as token ids; may be empty when it is shorter than `at_least`."""
 
-    def _over(self) -> Finished | None:
+    async def _over(self) -> Finished | None:
         """The end, when what was forwarded is the whole reply and only the word that it is was lost."""
         return Finished("length", self.n_done, self.kv_tokens) if self.n_done >= self._max_tokens else None
 
@@ -181,7 +181,7 @@ class LlamaGeneration(Generation):
         return result
 
     async def _segment(self, slot: int) -> Finished | None:
-        over = self._over()
+        over = await self._over()
         if over is not None:
             whole = self.prompt_tokens + self.n_done
             self._mark_started(whole, whole)

@@ -1,12 +1,14 @@
 """Turns on token ids: plain chat and completions, where a resume is exact.
 
 The engine is given token ids and asked for those it makes, so the next segment's prompt is the very
-sequence that is in the slot. Three gaps have to be closed:
+sequence that is in the slot. Four gaps have to be closed:
 
 - A token whose bytes leave a character incomplete is not sent; its id is missing before the next
   chunk, which `tokens_predicted` shows. That chunk's text is tokenised again when it is needed.
 - A token whose text may be the start of a stop string comes with empty text. It is forwarded only
   once the text is; at a cut it is forgotten, and generated again.
+- The text before a stop string comes with the string's tokens, and the word that it was the end comes with
+  the next event. After a cut between the two the tokens tell: their text goes on with the stop string.
 - A grammar starts at its root with each request, and `/completion` cannot be told how far the text is in
   it. So a completion with one is forwarded once it is whole, and a cut goes back to its beginning.
 """
@@ -18,7 +20,7 @@ from typing import Any
 from backends.llamacpp import told
 from backends.llamacpp.client import LlamaCppClient
 from backends.llamacpp.segment import LlamaGeneration
-from backends.protocol import Finished, ReplySoFar, Sink
+from backends.protocol import EngineRefused, Finished, ReplySoFar, Sink
 
 _SERVICE_OWNED = frozenset(
     {
@@ -75,12 +77,26 @@ class TokenGeneration(LlamaGeneration):
             self._params["stop"] = [self._params["stop"]]
         elif self._params.get("stop", ...) is None:
             del self._params["stop"]
+        self._stops: list[str] = [stop for stop in self._params.get("stop", ()) if stop]
+        self._said: list[str] = []
         if so_far is not None:
             self.n_done = so_far.n_tokens
-            if so_far.tokens is not None:
-                self._sent = list(so_far.tokens)
-            else:
-                self._sent = ["".join(str(part.get(self._part, "")) for part in so_far.parts)]
+            text = "".join(str(part.get(self._part, "")) for part in so_far.parts)
+            self._sent = [text] if so_far.tokens is None else list(so_far.tokens)
+            self._said = [text]
+
+    async def _over(self) -> Finished | None:
+        over = await super()._over()
+        if over is not None or not self._stops or not self._sent or self._parked is not None:
+            return over
+        try:
+            text = await self._backend.detokenize(await self._sent_ids())
+        except EngineRefused:  # one that cannot tell
+            return None
+        said = "".join(self._said)
+        rest = text[len(said) :] if text.startswith(said) else ""
+        stop = next((stop for stop in self._stops if rest.startswith(stop)), None)
+        return None if stop is None else Finished("stop", self.n_done, self.kv_tokens, stop)
 
     async def _request(self, slot: int) -> tuple[str, dict[str, Any]]:
         self._segment_start = self._held_from = self.n_done
@@ -151,7 +167,7 @@ class TokenGeneration(LlamaGeneration):
         cached = event.get("tokens_cached")
         whole = max(0, self.prompt_tokens + predicted - 1)
         self.kv_tokens = whole if cached is None else told.count(cached)
-        stop = told.one_of(event.get("stopping_word"), self._params.get("stop", ()))
+        stop = told.one_of(event.get("stopping_word"), self._stops)
         return Finished(reason, predicted, self.kv_tokens, stop)
 
     def _take(self, content: str, tokens: list[int], predicted: int, sink: Sink) -> None:
@@ -164,6 +180,8 @@ class TokenGeneration(LlamaGeneration):
         count = predicted - self._held_from
         known = count == len(self._held)
         self._sent += self._held if known else [content]
+        if self._stops:
+            self._said.append(content)
         sink.delta({self._part: content}, count, self._held if known else [])
         self.n_done = self._held_from = predicted
         self._held = []

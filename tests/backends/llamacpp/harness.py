@@ -134,6 +134,19 @@ async def finish(
     raise AssertionError("too few slots given")
 
 
+def lose_the_last_word(generation: Any) -> None:
+    """The stream breaks off before its last event, once; the text in it, if any, came before."""
+    read = generation._read
+
+    def lose(event: dict[str, Any], sink: Recorder) -> Finished | None:
+        if event.get("stop"):
+            generation._read = read
+        read({**event, "stop": False}, sink)
+        return None
+
+    generation._read = lose
+
+
 async def cut_at_engine_tokens(r: Rig, generation: Generation, sink: Recorder, at: int) -> Finished | Cut:
     """Preempt once the engine has made `at` tokens of this segment, whether they were forwarded or not."""
     before = r.engine.stats().tokens_generated

@@ -10,9 +10,18 @@ import anyio
 import pytest
 
 from backends.kv_shape import KvShape
-from backends.protocol import Cut, EngineInfo, EngineRefused, Finished, ReplySoFar
+from backends.protocol import Cut, EngineInfo, EngineRefused, EngineUnavailable, Finished, ReplySoFar
 from backends.simulated import SimulatedConfig, TimingProfile
-from tests.backends.llamacpp.harness import STEP, WAYS, Recorder, chat, cut_at_engine_tokens, finish, rig
+from tests.backends.llamacpp.harness import (
+    STEP,
+    WAYS,
+    Recorder,
+    chat,
+    cut_at_engine_tokens,
+    finish,
+    lose_the_last_word,
+    rig,
+)
 
 LENGTH = 60
 BODY = chat(f"Tell me about cuts [len={LENGTH}]")
@@ -120,6 +129,29 @@ async def test_a_stop_string_is_found_wherever_the_cut_falls(way: str) -> None:
             assert end.stop_sequence == stop
         unstopped, _ = await r.whole({**BODY, "stop": ["###", "%%%"]})
         assert (unstopped.finish_reason, unstopped.stop_sequence) == ("stop", None)
+
+
+@ways
+@pytest.mark.parametrize("crash", [False, True])
+async def test_an_end_between_the_stop_string_and_the_word_of_it_is_found(way: str, crash: bool) -> None:
+    async with rig(config(way, multibyte_rate=0)) as r:
+        _, told = await r.whole(BODY)
+        for stop in (told.text[90:104], told.text[61:63], told.text[63:90]):
+            body = {**BODY, "stop": ["never said", stop]}
+            whole = await r.whole(body)
+            generation, sink = r.generation(body)
+            lose_the_last_word(generation)
+            with pytest.raises(EngineUnavailable):
+                await generation.run(0, sink)
+            assert sink.text == whole[1].text
+            if crash:  # another process finds the log
+                so_far = sink.so_far(len(sink.parts), known=True)
+                assert so_far.tokens is not None
+                generation = r.backend.generation("chat", body, 500, so_far)
+            end, _ = await finish(generation, sink)
+            check(end, sink, whole)
+            assert end.stop_sequence == stop
+        await r.until_idle()
 
 
 @ways
