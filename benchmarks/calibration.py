@@ -63,7 +63,7 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is measured. The defaults take under a minute with the bundled model on two slow cores."""
+    """How much is measured. The defaults take about two minutes with the bundled model on two slow cores."""
 
     short_tokens: int = 16
     long_tokens: int = 512
@@ -73,7 +73,8 @@ class Effort:
     """Longest prompt of a mixed part."""
     copies: int = 3
     flushes: int = 12
-    controls: int = 24
+    controls: int = 72
+    """Requests at moments spread over a step. Each wait is off by up to a step; only their mean counts."""
     seed: int = 1
 
     def quick(self) -> Effort:

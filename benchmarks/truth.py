@@ -3,7 +3,8 @@
 In one run, on one engine process:
 
 1. The engine is measured directly, then through the service (`calibration.py`, `service_delay.py`). The
-   simulator's engine model comes from that alone: nothing is fitted to the replay.
+   simulator's engine model comes from that alone: nothing is fitted to the replay. As machines change their
+   speed, a step is measured again after the replay, and the model's steps get the mean of before and after.
 2. A trace is drawn: background turns at random times, with the lengths of the reference mixture scaled down,
    so many that all decode slots together are busy for the given part of the time; and foreground turns of one
    person. Or a recorded trace is taken.
@@ -16,6 +17,7 @@ The two clocks begin at the trace's 0. All turns are waited for; tokens per seco
 arrive.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -42,7 +44,7 @@ from benchmarks.harness import (
 )
 from benchmarks.report import Advance, progress_bar, ratio
 from benchmarks.service_delay import engine_wait, measure_service, served
-from benchmarks.truth_report import Measured, Truth, report
+from benchmarks.truth_report import Measured, Truth, drift, report
 from benchmarks.truth_settings import (
     BACKGROUND,
     CALIBRATE_S,
@@ -117,6 +119,9 @@ async def measure_on(
             real.append(await replay(settings, base, words, trace, _part(advance, done_s, label)))
     await _clean(url)
     step_after = await measure_step(_engine(settings, url), settings.effort)
+    change = drift(calibration, step_after)
+    if not math.isnan(change):
+        calibration = calibration.with_steps(1 + change / 2)
     advance(settings.total_s, "simulating")
     simulated = simulated_run(settings, trace, calibration.model, policy, info, parsed.priorities)
     return Truth(trace, calibration, real, simulated, step_after)

@@ -97,12 +97,19 @@ def verdicts(real: Sequence[Measured], simulated: Measured) -> list[Verdict]:
     return found
 
 
+def drift(calibration: Calibration, after: StepSample) -> float:
+    """How much longer a step takes than when it was calibrated, as a part: the machine was not quiet."""
+    before = next((each for each in calibration.measured.steps if each.what == after.what), None)
+    return math.nan if before is None else after.step_s / before.step_s - 1
+
+
 @dataclass
 class Truth:
     """The whole outcome."""
 
     trace: list[Arrival]
     calibration: Calibration
+    """With steps of the mean of before and after the real runs."""
     real: list[Measured]
     simulated: Measured
     step_after: StepSample
@@ -110,11 +117,8 @@ class Truth:
 
     @property
     def drift(self) -> float:
-        """How much longer that step takes than before the runs, as a part: the machine was not quiet."""
-        before = next(
-            (each for each in self.calibration.measured.steps if each.what == self.step_after.what), None
-        )
-        return math.nan if before is None else self.step_after.step_s / before.step_s - 1
+        """See `drift`."""
+        return drift(self.calibration, self.step_after)
 
 
 def report(settings: TruthSettings, found: Truth) -> Report:
@@ -196,7 +200,7 @@ def _notes(found: Truth) -> Iterator[str]:
     if abs(found.drift) > DRIFT:
         yield (
             f"the machine was not quiet: after the runs the engine's own step is {found.drift:+.0%} off "
-            "what it was before, so the model is not of the engine that ran; run it again"
+            "what it was before; the model has the mean; run it again"
         )
     for name, column in (("real", found.real[0] if found.real else None), ("simulated", found.simulated)):
         if column is not None and column.errors:

@@ -16,7 +16,7 @@ from orchestrator.simulation.trace import TraceError, read_trace
 from orchestrator.simulation.workload import Arrival
 
 FOREGROUND, BACKGROUND = "foreground", "background"
-CALIBRATE_S = 75.0
+CALIBRATE_S = 120.0
 DRAIN_BOUND_S = 300.0
 _GAP_SPREAD = 0.6
 

@@ -119,12 +119,16 @@ class Calibration:
         is off there: where service and engine share cores, steps take longer than the engine's alone, and
         where steps are not quite linear, those of all lanes are the ones that count.
         """
-        factor = step.step_s / _modelled(self.model, step)
-        changes: dict[str, Any] = {name: getattr(self.model, name) * factor for name in STEP_FIELDS}
-        changes |= _delays(self.model.flush_s, calls_s, controls_s)
-        model = replace(self.model, **changes)
+        model = replace(self.model, **_delays(self.model.flush_s, calls_s, controls_s))
         measured = replace(self.measured, calls_s=tuple(calls_s), controls_s=tuple(controls_s))
-        return replace(self, model=model, measured=measured, step_factor=factor)
+        return replace(self, model=model, measured=measured).with_steps(
+            step.step_s / _modelled(self.model, step)
+        )
+
+    def with_steps(self, factor: float) -> Calibration:
+        """The same engine where steps take `factor` times as long, as on a machine that changed its speed."""
+        changes: dict[str, Any] = {name: getattr(self.model, name) * factor for name in STEP_FIELDS}
+        return replace(self, model=replace(self.model, **changes), step_factor=self.step_factor * factor)
 
 
 def fit(measured: Measurements, how: dict[str, Any] | None = None) -> Calibration:
@@ -158,7 +162,7 @@ def fit(measured: Measurements, how: dict[str, Any] | None = None) -> Calibratio
     return Calibration(model, measured, how or {})
 
 
-def _delays(flush_s: float, calls_s: Sequence[float], controls_s: Sequence[float]) -> dict[str, float]:
+def _delays(flush_s: float, calls_s: Sequence[float], controls_s: Sequence[float]) -> dict[str, Any]:
     """`control_s` and `call_s`; without a service between, a call is all there is."""
     call_s = max(0.0, fmean(calls_s) - flush_s) if calls_s else 0.0
     control_s = max(0.0, fmean(controls_s) - flush_s) if controls_s else call_s

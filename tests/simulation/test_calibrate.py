@@ -151,6 +151,10 @@ def test_behind_a_service_steps_are_those_of_all_lanes_there() -> None:
     assert behind.model.control_s == pytest.approx(0.010)
     assert behind.model.call_s == pytest.approx(0.004)
     assert behind.worst_error < 1e-9, "the fit is as good as it was"
+    slower = behind.with_steps(1.05)
+    assert slower.model.step_s(8, 400, 0, 0) == pytest.approx(1.05 * step.step_s)
+    assert slower.model.control_s == behind.model.control_s
+    assert slower.worst_error < 1e-9, "it is another machine, not another fit"
     late = alone.behind_service((0.003,), (0.010,), step)
     assert late.model.call_s == late.model.control_s, "a part is never more than the whole"
 
