@@ -24,7 +24,7 @@ from backends.llamacpp import told
 from backends.llamacpp.calls import Call, broken_off, goes_on, merged, tokens_until
 from backends.llamacpp.client import LlamaCppClient
 from backends.llamacpp.repeated import CONTENT, REASONING, RepeatedText
-from backends.llamacpp.segment import LlamaGeneration
+from backends.llamacpp.segment import LlamaGeneration, stop_strings
 from backends.llamacpp.stream import Stream
 from backends.protocol import (
     BackendError,
@@ -64,8 +64,7 @@ class ChatGeneration(LlamaGeneration):
         self._body = chat_body({key: value for key, value in body.items() if key not in _DROPPED})
         self._top_logprobs = body.get("top_logprobs") or 0
         self._called = False
-        stop = self._body.get("stop") or []
-        self._stops: list[str] = [stop] if isinstance(stop, str) else stop
+        self._stops = stop_strings(body)
         self._stop_sequence: str | None = None
         last = self._body["messages"][-1] if self._body["messages"] else {}
         self._begun = last if last.get("role") == "assistant" else None

@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import time
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -381,6 +382,12 @@ class LlamaGeneration(Generation):
         if "error" in event:
             error = error_of(200, orjson.dumps(event))
             raise error if isinstance(error, EngineRefused) else EngineUnavailable(str(error))
+
+
+def stop_strings(body: Mapping[str, Any]) -> list[str]:
+    """What ends a request's reply: `stop` as a list, without empty strings, which the server passes over."""
+    stop = body.get("stop") or []
+    return [word for word in ([stop] if isinstance(stop, str) else stop) if word]
 
 
 def _common_prefix(left: list[int], right: list[int]) -> int:

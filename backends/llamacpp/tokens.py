@@ -19,7 +19,7 @@ from typing import Any
 
 from backends.llamacpp import told
 from backends.llamacpp.client import LlamaCppClient
-from backends.llamacpp.segment import LlamaGeneration
+from backends.llamacpp.segment import LlamaGeneration, stop_strings
 from backends.protocol import EngineRefused, Finished, ReplySoFar, Sink
 
 _SERVICE_OWNED = frozenset(
@@ -73,11 +73,10 @@ class TokenGeneration(LlamaGeneration):
         self._held_text: list[str] = []
         self._hold_all = bool(body.get("grammar") or body.get("json_schema"))
         self._params = {key: value for key, value in body.items() if key not in _SERVICE_OWNED}
-        if isinstance(self._params.get("stop"), str):
-            self._params["stop"] = [self._params["stop"]]
-        elif self._params.get("stop", ...) is None:
-            del self._params["stop"]
-        self._stops: list[str] = [stop for stop in self._params.get("stop", ()) if stop]
+        self._stops = stop_strings(body)
+        self._params.pop("stop", None)
+        if self._stops:  # `/completion` takes a list only
+            self._params["stop"] = self._stops
         self._said: list[str] = []
         if so_far is not None:
             self.n_done = so_far.n_tokens

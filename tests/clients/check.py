@@ -23,7 +23,7 @@ import orjson
 from backends.managed.settings import model_path
 from tests.clients.model import with_long_context
 from tests.clients.runner import Ran, prepare, run
-from tests.clients.spec import MODEL, Client, read_clients
+from tests.clients.spec import MODEL, Client, parse
 from tests.clients.stage import Stage, config_text, stage
 from tests.clients.verdict import Seen, judge
 
@@ -52,18 +52,9 @@ HEAD = (
 
 def main() -> None:
     """Check the clients that are named, or all."""
-    clients = read_clients()
     parser = argparse.ArgumentParser(prog="python -m tests.clients.check")
-    parser.add_argument("clients", nargs="*", metavar="CLIENT", help=", ".join(clients))
     parser.add_argument("--keep", type=Path, help="keep each run's folders and what went over the wire here")
-    given = parser.parse_args()
-    unknown = set(given.clients) - set(clients)
-    if unknown:
-        parser.error(f"no client {', '.join(sorted(unknown))}; there are {', '.join(clients)}")
-    chosen = [clients[name] for name in given.clients or clients]
-    missing = [reason for client in chosen if (reason := client.missing())]
-    if missing:
-        parser.error("; ".join(missing))
+    given, chosen = parse(parser)
     folder = Path(tempfile.mkdtemp(prefix="swarm-clients-")) if given.keep is None else given.keep
     folder.mkdir(parents=True, exist_ok=True)
     sys.stdout.write(table_line(HEAD) + table_line(("---",) * len(HEAD)))

@@ -15,10 +15,11 @@ from pathlib import Path
 import anyio
 
 from backends.simulated import SimulatedConfig, TimingProfile
+from orchestrator.config.schema import Server
 from tests.clients.check import table_line
 from tests.clients.runner import prepare, run
 from tests.clients.scripted import ANSWER, scripted
-from tests.clients.spec import Client, read_clients
+from tests.clients.spec import Client, parse
 from tests.clients.stage import Stage, config_text, stage
 from tests.clients.verdict import judge
 
@@ -29,27 +30,17 @@ ENGINE = SimulatedConfig(
     profile=TimingProfile(base_step_s=0.1, prefill_tokens_per_s=200, n_batch=256),
 )
 PROMPT = "Write the notes."
-#: The settings' defaults.
-HEADER_WAIT_S = 1.0
-KEEPALIVE_S = 10.0
+#: What a user has who sets nothing.
+SERVER = Server()
 AFTERWARDS_S = 300.0
 LOOK_EVERY_S = 0.05
 
 
 def main() -> None:
     """Try the clients that are named, or all."""
-    clients = read_clients()
     parser = argparse.ArgumentParser(prog="python -m tests.clients.patience")
-    parser.add_argument("clients", nargs="*", metavar="CLIENT", help=", ".join(clients))
     parser.add_argument("--seconds", type=float, default=1200.0, help="of silence")
-    given = parser.parse_args()
-    unknown = set(given.clients) - set(clients)
-    if unknown:
-        parser.error(f"no client {', '.join(sorted(unknown))}; there are {', '.join(clients)}")
-    chosen = [clients[name] for name in given.clients or clients]
-    missing = [reason for client in chosen if (reason := client.missing())]
-    if missing:
-        parser.error("; ".join(missing))
+    given, chosen = parse(parser)
     sys.exit(not anyio.run(_try_all, chosen, given.seconds))
 
 
@@ -77,7 +68,9 @@ async def silence(client: Client, seconds: float, folder: Path) -> tuple[int, li
     with scripted(client, folder / "work" / "notes.txt", ENGINE) as (_, url):
         backend = f'    url: "{url}"\n    decode_slots: 2\n    kv_layout: split\n    batch_tokens: 256'
         redis = f"{{state_dir: {folder / 'state'}}}"
-        text = config_text(redis, backend, 2048, header_wait_s=HEADER_WAIT_S, keepalive_s=KEEPALIVE_S)
+        text = config_text(
+            redis, backend, 2048, header_wait_s=SERVER.header_wait_s, keepalive_s=SERVER.keepalive_s
+        )
         async with stage(text) as on_stage:
             room = await prepare(client, on_stage.place(PROMPT), folder)
             async with anyio.create_task_group() as tasks:

@@ -6,6 +6,7 @@ address, key and model, which a run replaces by its own.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import tomllib
@@ -125,6 +126,21 @@ def read_clients() -> dict[str, Client]:
     """All clients by name, in the file's order."""
     entries = tomllib.loads((HERE / "clients.toml").read_text())
     return {name: _client(name, entry) for name, entry in entries.items()}
+
+
+def parse(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, list[Client]]:
+    """The command line, and the clients that it names, or all. Exits where one is not known or installed."""
+    clients = read_clients()
+    parser.add_argument("clients", nargs="*", metavar="CLIENT", help=", ".join(clients))
+    given = parser.parse_args()
+    unknown = set(given.clients) - set(clients)
+    if unknown:
+        parser.error(f"no client {', '.join(sorted(unknown))}; there are {', '.join(clients)}")
+    chosen = [clients[name] for name in given.clients or clients]
+    missing = [reason for client in chosen if (reason := client.missing())]
+    if missing:
+        parser.error("; ".join(missing))
+    return given, chosen
 
 
 def _client(name: str, entry: dict[str, Any]) -> Client:
